@@ -1,0 +1,86 @@
+"""The residual block around a mixer."""
+
+from typing import Literal, get_args
+
+import equinox as eqx
+import jax
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from latte_eqx.layers import GatedMLP, GeluMLP
+from latte_eqx.mixers import RSWA, SWA, FullAttention, LatteBidir, LatteCausal, Macchiato
+
+Mixer = LatteCausal | LatteBidir | Macchiato | SWA | FullAttention | RSWA
+BlockStyle = Literal["base", "plus_plus"]
+
+
+def make_norm(style: BlockStyle, dim: int) -> eqx.nn.LayerNorm | eqx.nn.RMSNorm:
+    """Make the norm of a style: LayerNorm with a bias for `"base"`, RMSNorm without for `"plus_plus"`."""
+    if style not in get_args(BlockStyle):
+        raise ValueError(f"`style` must be one of {get_args(BlockStyle)}, got {style!r}.")
+    return eqx.nn.LayerNorm(dim, eps=1e-6) if style == "base" else eqx.nn.RMSNorm(dim, eps=1e-6, use_bias=False)
+
+
+class MacchiatoBlock(eqx.Module):
+    r"""Any mixer and an MLP, each normed before and added to its input.
+
+    $$h = x + \mathrm{mixer}(\mathrm{norm}(x)), \quad y = h + \mathrm{mlp}(\mathrm{norm}(h))$$
+
+    Style `"plus_plus"` has RMSNorm and SwiGLU without biases, `"base"` LayerNorm and a GELU MLP with biases. `mlp_dim=0`
+    leaves the MLP out. Dropout acts on what mixer and MLP add, and only where a `key` is given.
+    """
+
+    mixer: Mixer
+    mixer_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
+    mlp: GatedMLP | GeluMLP | None
+    mlp_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm | None
+    dropout: eqx.nn.Dropout
+
+    def __init__(
+        self,
+        mixer: Mixer,
+        dim: int,
+        mlp_dim: int,
+        *,
+        style: BlockStyle = "plus_plus",
+        dropout: float = 0.0,
+        key: PRNGKeyArray,
+    ):
+        if mlp_dim < 0:
+            raise ValueError(f"`mlp_dim` must not be negative, got {mlp_dim=}.")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"`dropout` must lie in [0, 1), got {dropout=}.")
+        self.mixer = mixer
+        self.mixer_norm = make_norm(style, dim)
+        self.mlp = (GeluMLP if style == "base" else GatedMLP)(dim, mlp_dim, key=key) if mlp_dim else None
+        self.mlp_norm = make_norm(style, dim) if mlp_dim else None
+        self.dropout = eqx.nn.Dropout(dropout)
+
+    def __call__(
+        self,
+        x: Float[Array, "seq dim"],
+        segment_ids: Int[Array, " seq"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        **mixer_arguments: Array | None,
+    ) -> Float[Array, "seq dim"]:
+        """Mix a whole sequence. Further arguments, as a `mask`, go to the mixer."""
+        mixer_key, mlp_key = (None, None) if key is None else jax.random.split(key)
+        x += self._drop(self.mixer(jax.vmap(self.mixer_norm)(x), segment_ids, **mixer_arguments), mixer_key)
+        return self._add_mlp(x, mlp_key)
+
+    def init_state(self) -> PyTree:
+        """Return the mixer's state before the first token."""
+        return self.mixer.init_state()
+
+    def extend(self, x: Float[Array, "seq dim"], state: PyTree) -> tuple[Float[Array, "seq dim"], PyTree]:
+        """Mix further tokens."""
+        y, state = self.mixer.extend(jax.vmap(self.mixer_norm)(x), state)
+        return self._add_mlp(x + y, None), state
+
+    def _add_mlp(self, x, key):
+        if self.mlp is None:
+            return x
+        return x + self._drop(jax.vmap(lambda token: self.mlp(self.mlp_norm(token)))(x), key)
+
+    def _drop(self, x, key):
+        return self.dropout(x, key=key, inference=key is None)

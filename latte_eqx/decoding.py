@@ -1,0 +1,168 @@
+"""Prefill, step, sampling."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from latte_eqx.models.language_model import LanguageModel
+
+# Prompts are read in pieces of at most this many tokens, so that memory does not grow with their length.
+PIECE = 1024
+
+Prompt = Sequence[int] | Int[Array, " seq"] | Int[np.ndarray, " seq"]
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """How a token is drawn from logits. Temperature 0 takes the likeliest.
+
+    `top_k` keeps that many of the likeliest tokens; `top_p` keeps the fewest likeliest whose probabilities reach that
+    sum.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self):
+        if not self.temperature >= 0:
+            raise ValueError(f"`temperature` must not be negative, got {self.temperature}.")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"`top_k` must be positive, got {self.top_k}.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` must lie in (0, 1], got {self.top_p}.")
+
+    def __call__(self, logits: Float[Array, " vocab"], *, key: PRNGKeyArray) -> Int[Array, ""]:
+        """Draw one token."""
+        if self.temperature == 0:
+            return jnp.argmax(logits)
+        logits = logits / self.temperature
+        if self.top_k is not None:
+            least = lax.top_k(logits, min(self.top_k, logits.shape[0]))[0][-1]
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        if self.top_p is not None:
+            descending = jnp.sort(logits, descending=True)
+            probabilities = jax.nn.softmax(descending)
+            # A token stays if the likelier ones together fall short of the sum.
+            stays = jnp.cumsum(probabilities) - probabilities < self.top_p
+            least = jnp.min(jnp.where(stays, descending, jnp.inf))
+            logits = jnp.where(logits < least, -jnp.inf, logits)
+        return jax.random.categorical(key, logits)
+
+
+def prefill(model: LanguageModel, tokens: Int[Array, "batch seq"]) -> tuple[Float[Array, "batch vocab"], PyTree]:
+    """Read prompts of one length; return the logits after them and the states.
+
+    Pieces have lengths that are powers of two, so that prompts of all lengths share a few compiled programs.
+    """
+    if tokens.shape[1] == 0:
+        raise ValueError("A prompt must hold at least one token, got an empty one.")
+    state = _batch_state(model, tokens.shape[0])
+    logits, start = None, 0
+    while start < tokens.shape[1]:
+        left = tokens.shape[1] - start
+        size = min(PIECE, 1 << (left.bit_length() - 1))
+        logits, state = _extend(model, (tokens[:, start : start + size], state))
+        start += size
+    return logits, state
+
+
+def generate(
+    model: LanguageModel,
+    prompt: Prompt | Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    key: PRNGKeyArray,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop_token: int | None = None,
+    on_token: Callable[[np.ndarray], None] | None = None,
+) -> Int[np.ndarray, " new"] | Int[np.ndarray, "batch new"]:
+    """Continue a prompt, or several prompts of any lengths at once.
+
+    **Arguments:**
+
+    - `prompt`: token ids, or a list of such prompts.
+    - `max_new_tokens`: how many tokens to add.
+    - `key`: a row of a batch draws the same tokens whatever the other rows are.
+    - `temperature`, `top_k`, `top_p`: see `Sampler`.
+    - `stop_token`: a row is done once it has drawn this token, which then fills the rest of the row; when all rows are
+        done, generation ends.
+    - `on_token`: called with each new token, or for several prompts with the array of their new tokens, as they come.
+
+    **Returns:** the new tokens, without the prompt: one row for one prompt, else a row for each.
+    """
+    if max_new_tokens < 0:
+        raise ValueError(f"`max_new_tokens` must not be negative, got {max_new_tokens=}.")
+    sampler = Sampler(temperature, top_k, top_p)
+    prompts, is_single = _as_prompts(prompt, model.embedding.shape[0])
+    logits, state = _prefill_all(model, prompts)
+    keys = jax.random.split(key, len(prompts)) if not is_single else key[None]
+    new = np.full((len(prompts), max_new_tokens), -1 if stop_token is None else stop_token, np.int32)
+    is_done = np.zeros(len(prompts), bool)
+    for step in range(max_new_tokens):
+        tokens = _sample(logits, keys, jnp.asarray(step), sampler)
+        # The next step is on its way before this one's tokens are looked at.
+        if step + 1 < max_new_tokens:
+            logits, state = _extend(model, (tokens[:, None], state))
+        drawn = np.asarray(tokens)
+        if stop_token is not None:
+            drawn = np.where(is_done, stop_token, drawn)
+            is_done |= drawn == stop_token
+        new[:, step] = drawn
+        if on_token is not None:
+            on_token(drawn[0] if is_single else drawn)
+        if is_done.all():
+            break
+    return new[0] if is_single else new
+
+
+@partial(eqx.filter_jit, donate="all-except-first")
+def _extend(model, tokens_and_state):
+    """Return the logits after the last token of each row, and the states."""
+    tokens, state = tokens_and_state
+    logits, state = jax.vmap(model.extend)(tokens, state)
+    return logits[:, -1], state
+
+
+@partial(jax.jit, static_argnames="sampler")
+def _sample(logits, keys, step, sampler):
+    keys = jax.vmap(jax.random.fold_in, (0, None))(keys, step)
+    return jax.vmap(lambda logits, key: sampler(logits, key=key))(logits, keys).astype(jnp.int32)
+
+
+def _batch_state(model, batch):
+    return jax.tree.map(lambda x: jnp.repeat(x[None], batch, axis=0), model.init_state())
+
+
+def _as_prompts(prompt, vocab_size):
+    is_single = len(prompt) == 0 or np.ndim(prompt[0]) == 0
+    prompts = [np.asarray(row) for row in ([prompt] if is_single else prompt)]
+    for row in prompts:
+        if row.ndim != 1 or row.size == 0:
+            raise ValueError(f"A prompt must be a row of at least one token, got the shape {row.shape}.")
+        if not np.issubdtype(row.dtype, np.integer):
+            raise TypeError(f"A prompt must hold integers, got {row.dtype}.")
+        if row.min() < 0 or row.max() >= vocab_size:
+            raise ValueError(f"Tokens must lie in [0, {vocab_size}), got {row.min()} to {row.max()}.")
+    return [row.astype(np.int32) for row in prompts], is_single
+
+
+def _prefill_all(model, prompts):
+    """Prefill prompts of equal length together, and put the rows back in order."""
+    lengths = np.array([len(prompt) for prompt in prompts])
+    order, groups = [], []
+    for length in np.unique(lengths):
+        rows = np.flatnonzero(lengths == length)
+        order.extend(rows)
+        groups.append(prefill(model, jnp.asarray(np.stack([prompts[row] for row in rows]))))
+    back = np.argsort(np.array(order))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *groups)

@@ -1,0 +1,222 @@
+"""Softmax attention: inside a window, or over everything."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from latte_eqx.layers import linear, rotary
+from latte_eqx.mixers.latents import document_ids, join_heads, split_heads
+from latte_eqx.ops import window_attention
+
+
+class WindowState(eqx.Module):
+    """The last `window` keys (rotated) and values, the newest last, and how many tokens there were."""
+
+    keys: Float[Array, "kv_heads window head_dim"]
+    values: Float[Array, "kv_heads window head_dim"]
+    position: Int[Array, ""]
+
+
+class Window(eqx.Module):
+    """The queries and keys of a sliding window; values come from outside. A query sees itself and `window` past keys."""
+
+    to_query: eqx.nn.Linear
+    to_key: eqx.nn.Linear
+    num_heads: int = eqx.field(static=True)
+    num_kv_heads: int = eqx.field(static=True)
+    window: int = eqx.field(static=True)
+    causal: bool = eqx.field(static=True)
+    rotary_base: float | None = eqx.field(static=True)
+    soft_cap: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        window: int,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        rotary_base: float | None = 10_000.0,
+        soft_cap: float | None = None,
+        key: PRNGKeyArray,
+    ):
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if window < 0:
+            raise ValueError(f"`window` must not be negative, got {window=}.")
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f"`num_heads` must divide `dim`, got {num_heads=}, {dim=}.")
+        if num_kv_heads < 1 or num_heads % num_kv_heads:
+            raise ValueError(f"`num_kv_heads` must divide `num_heads`, got {num_kv_heads=}, {num_heads=}.")
+        if rotary_base is not None and dim // num_heads % 2:
+            raise ValueError(f"Rotary positions need an even head size, got dim / num_heads = {dim // num_heads}.")
+        query_key, key_key = jax.random.split(key)
+        self.to_query = linear(dim, dim, key=query_key)
+        self.to_key = linear(dim, dim // num_heads * num_kv_heads, key=key_key)
+        self.num_heads, self.num_kv_heads, self.window, self.causal = num_heads, num_kv_heads, window, causal
+        self.rotary_base, self.soft_cap = rotary_base, soft_cap
+
+    def __call__(
+        self,
+        x: Float[Array, "seq dim"],
+        values: Float[Array, "kv_heads seq head_dim"],
+        segment_ids: Int[Array, " seq"] | None = None,
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+    ) -> Float[Array, "heads seq head_dim"]:
+        """Attend inside a whole sequence; tokens where `mask` is false are not seen."""
+        queries, keys = self._project(x, jnp.arange(x.shape[0]))
+        ids = document_ids(segment_ids, mask)
+        return self._attend(queries, keys, values, segment_ids=ids, key_mask=mask)
+
+    def init_state(self) -> WindowState:
+        """Return the empty cache."""
+        head_dim = self.to_query.weight.shape[0] // self.num_heads
+        empty = jnp.zeros((self.num_kv_heads, self.window, head_dim), self.to_key.weight.dtype)
+        return WindowState(empty, empty, jnp.zeros((), jnp.int32))
+
+    def extend(
+        self, x: Float[Array, "seq dim"], values: Float[Array, "kv_heads seq head_dim"], state: WindowState
+    ) -> tuple[Float[Array, "heads seq head_dim"], WindowState]:
+        """Attend from further tokens to themselves and to the cache."""
+        seq = x.shape[0]
+        queries, keys = self._project(x, state.position + jnp.arange(seq))
+        keys = jnp.concatenate([state.keys.astype(keys.dtype), keys], axis=1)
+        values = jnp.concatenate([state.values.astype(values.dtype), values], axis=1)
+        filled = jnp.arange(self.window + seq) >= self.window - state.position
+        y = self._attend(queries, keys, values, past=self.window, key_mask=filled)
+        return y, WindowState(keys[:, seq:], values[:, seq:], state.position + seq)
+
+    def _project(self, x, positions):
+        queries = split_heads(jax.vmap(self.to_query)(x), self.num_heads)
+        keys = split_heads(jax.vmap(self.to_key)(x), self.num_kv_heads)
+        if self.rotary_base is None:
+            return queries, keys
+        return rotary(queries, positions, self.rotary_base), rotary(keys, positions, self.rotary_base)
+
+    def _attend(self, queries, keys, values, **kwargs):
+        return window_attention(
+            queries, keys, values, window=self.window, causal=self.causal, soft_cap=self.soft_cap, **kwargs
+        )
+
+
+class SWA(eqx.Module):
+    r"""Attention to the token itself and to the `window` tokens before it.
+
+    $$y_t = \sum_{s=t-w}^t \mathrm{softmax}_s(q_t \cdot k_s / \sqrt{d})\, v_s$$
+
+    With `causal=False`, `window` tokens on either side.
+    """
+
+    attention: Window
+    to_value: eqx.nn.Linear
+    to_out: eqx.nn.Linear
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        window: int,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        rotary_base: float | None = 10_000.0,
+        soft_cap: float | None = None,
+        key: PRNGKeyArray,
+    ):
+        attention_key, value_key, out_key = jax.random.split(key, 3)
+        self.attention = Window(
+            dim,
+            num_heads,
+            window,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            rotary_base=rotary_base,
+            soft_cap=soft_cap,
+            key=attention_key,
+        )
+        self.to_value = linear(dim, self.attention.to_key.weight.shape[0], key=value_key)
+        self.to_out = linear(dim, dim, key=out_key)
+
+    def __call__(
+        self,
+        x: Float[Array, "seq dim"],
+        segment_ids: Int[Array, " seq"] | None = None,
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+    ) -> Float[Array, "seq dim"]:
+        """Mix a whole sequence; tokens where `mask` is false are not seen."""
+        return self._out(self.attention(x, self._values(x), segment_ids, mask=mask))
+
+    def init_state(self) -> WindowState:
+        """Return the empty cache."""
+        return self.attention.init_state()
+
+    def extend(self, x: Float[Array, "seq dim"], state: WindowState) -> tuple[Float[Array, "seq dim"], WindowState]:
+        """Mix further tokens."""
+        y, state = self.attention.extend(x, self._values(x), state)
+        return self._out(y), state
+
+    def _values(self, x):
+        return split_heads(jax.vmap(self.to_value)(x), self.attention.num_kv_heads)
+
+    def _out(self, y):
+        return jax.vmap(self.to_out)(join_heads(y))
+
+
+class FullAttention(eqx.Module):
+    r"""Attention to all tokens so far, or to all tokens with `causal=False`.
+
+    It is a window as long as the longest sequence, `max_length`: a longer one raises, and while extending, the cache
+    holds the last `max_length` tokens.
+    """
+
+    attention: SWA
+    max_length: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        max_length: int,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = True,
+        rotary_base: float | None = 10_000.0,
+        soft_cap: float | None = None,
+        key: PRNGKeyArray,
+    ):
+        if max_length < 1:
+            raise ValueError(f"`max_length` must be positive, got {max_length=}.")
+        self.max_length = max_length
+        self.attention = SWA(
+            dim,
+            num_heads,
+            max_length - 1,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            rotary_base=rotary_base,
+            soft_cap=soft_cap,
+            key=key,
+        )
+
+    def __call__(
+        self,
+        x: Float[Array, "seq dim"],
+        segment_ids: Int[Array, " seq"] | None = None,
+        *,
+        mask: Bool[Array, " seq"] | None = None,
+    ) -> Float[Array, "seq dim"]:
+        """Mix a whole sequence; tokens where `mask` is false are not seen."""
+        if x.shape[0] > self.max_length:
+            raise ValueError(f"The sequence must have at most max_length={self.max_length} tokens, got {x.shape[0]}.")
+        return self.attention(x, segment_ids, mask=mask)
+
+    def init_state(self) -> WindowState:
+        """Return the empty cache."""
+        return self.attention.init_state()
+
+    def extend(self, x: Float[Array, "seq dim"], state: WindowState) -> tuple[Float[Array, "seq dim"], WindowState]:
+        """Mix further tokens."""
+        return self.attention.extend(x, state)

@@ -1,0 +1,95 @@
+"""What a model is made of."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+from jaxtyping import PRNGKeyArray
+
+from latte_eqx.blocks import BlockStyle, MacchiatoBlock, Mixer
+from latte_eqx.mixers import RSWA, SWA, FullAttention, LatteBidir, LatteCausal, Macchiato
+from latte_eqx.mixers.latents import Feed, LatentProjection
+
+MixerName = Literal["latte", "macchiato", "linear_attention", "attention", "swa", "r_swa"]
+Positions = Literal["none", "sinusoidal"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The sizes and choices of a model. The defaults are Latte-R-SWA++ of the paper's language-model table.
+
+    Which mixer looks at which field: all at `dim` and `num_heads`; `latte`, `linear_attention` and `macchiato` at
+    `num_latents`, `feed`, `latent_proj` and `norm_feed`; `macchiato`, `swa` and `r_swa` at `window`; `attention` at
+    `max_length`; those that attend at `rotary_base` (`None` for no rotation).
+    """
+
+    mixer: MixerName = "macchiato"
+    vocab_size: int = 50_267
+    num_layers: int = 12
+    dim: int = 768
+    num_heads: int = 8
+    mlp_dim: int = 3072
+    num_latents: int = 128
+    window: int = 128
+    feed: Feed | None = "rglru"
+    latent_proj: LatentProjection = "dense"
+    norm_feed: bool = False
+    window_bias: float | None = None
+    rotary_base: float | None = 10_000.0
+    positions: Positions = "none"
+    style: BlockStyle = "plus_plus"
+    max_length: int = 1024
+    causal: bool = True
+    dropout: float = 0.0
+    init: Literal["normal", "lecun"] = "normal"
+
+    def __post_init__(self):
+        for name in ("vocab_size", "num_layers", "dim", "num_heads", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` must be positive, got {name}={getattr(self, name)}.")
+        for name, choices in (("mixer", MixerName), ("positions", Positions)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"`{name}` must be one of {get_args(choices)}, got {getattr(self, name)!r}.")
+        if self.init not in ("normal", "lecun"):
+            raise ValueError(f"`init` must be 'normal' or 'lecun', got {self.init!r}.")
+        if self.positions == "sinusoidal" and self.dim % 2:
+            raise ValueError(f"Sinusoidal positions need an even `dim`, got dim={self.dim}.")
+        if not self.causal and self.mixer in ("linear_attention", "r_swa"):
+            raise ValueError(f"`causal` must be true for the mixer {self.mixer!r}, which only looks back.")
+
+
+def make_mixer(config: ModelConfig, *, key: PRNGKeyArray) -> Mixer:
+    """Build the mixer that the config names."""
+    sizes = dict(dim=config.dim, num_heads=config.num_heads)
+    latents = dict(
+        num_latents=config.num_latents,
+        feed=config.feed,
+        latent_proj=config.latent_proj,
+        norm_feed=config.norm_feed,
+    )
+    attention = dict(causal=config.causal, rotary_base=config.rotary_base)
+    match config.mixer:
+        case "latte" if config.causal:
+            return LatteCausal(**sizes, **latents, key=key)
+        case "latte":
+            return LatteBidir(**sizes, **latents, key=key)
+        case "linear_attention":
+            return LatteCausal(**sizes, **latents, directed=False, key=key)
+        case "macchiato":
+            bias = config.window_bias
+            return Macchiato(**sizes, **latents, **attention, window=config.window, window_bias=bias, key=key)
+        case "swa":
+            return SWA(**sizes, **attention, window=config.window, key=key)
+        case "attention":
+            return FullAttention(**sizes, **attention, max_length=config.max_length, key=key)
+        case "r_swa":
+            return RSWA(**sizes, window=config.window, rotary_base=config.rotary_base, key=key)
+
+
+def make_block(config: ModelConfig, *, key: PRNGKeyArray) -> MacchiatoBlock:
+    """Build one layer."""
+    mixer_key, block_key = jax.random.split(key)
+    mixer = make_mixer(config, key=mixer_key)
+    return MacchiatoBlock(
+        mixer, config.dim, config.mlp_dim, style=config.style, dropout=config.dropout, key=block_key
+    )

@@ -1,0 +1,72 @@
+"""Next-token prediction."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+
+from latte_eqx.layers import INIT_STD, sinusoidal
+from latte_eqx.models.config import ModelConfig
+from latte_eqx.models.stack import Stack
+from latte_eqx.ops.segments import positions_in_segments
+
+
+class LanguageModelState(eqx.Module):
+    """The states of all layers and how many tokens there were."""
+
+    layers: PyTree
+    position: Int[Array, ""]
+
+
+class LanguageModel(eqx.Module):
+    """Embedding, blocks, norm, and the embedding once more as the output map.
+
+    `model(tokens)` gives the logits of each next token. `init_state` and `extend` give the same logits piece by piece,
+    at a cost per token that does not grow.
+    """
+
+    embedding: Float[Array, "vocab dim"]
+    stack: Stack
+    dropout: eqx.nn.Dropout
+    has_sinusoidal: bool = eqx.field(static=True)
+
+    def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
+        if not config.causal:
+            raise ValueError("A language model must have `causal` true, got causal=False.")
+        embedding_key, stack_key = jax.random.split(key)
+        self.embedding = INIT_STD * jax.random.normal(embedding_key, (config.vocab_size, config.dim))
+        self.stack = Stack(config, key=stack_key)
+        self.dropout = eqx.nn.Dropout(config.dropout)
+        self.has_sinusoidal = config.positions == "sinusoidal"
+
+    def __call__(
+        self,
+        tokens: Int[Array, " seq"],
+        segment_ids: Int[Array, " seq"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+    ) -> Float[Array, "seq vocab"]:
+        """Return the logits of each next token; a `key` turns dropout on."""
+        embedding_key, stack_key = (None, None) if key is None else jax.random.split(key)
+        positions = positions_in_segments(segment_ids, tokens.shape[0])
+        x = self.dropout(self._embed(tokens, positions), key=embedding_key, inference=key is None)
+        return self._logits(self.stack(x, segment_ids, key=stack_key))
+
+    def init_state(self) -> LanguageModelState:
+        """Return the state before the first token."""
+        return LanguageModelState(self.stack.init_state(), jnp.zeros((), jnp.int32))
+
+    def extend(
+        self, tokens: Int[Array, " seq"], state: LanguageModelState
+    ) -> tuple[Float[Array, "seq vocab"], LanguageModelState]:
+        """Return the logits after further tokens."""
+        x = self._embed(tokens, state.position + jnp.arange(tokens.shape[0]))
+        x, layers = self.stack.extend(x, state.layers)
+        return self._logits(x), LanguageModelState(layers, state.position + tokens.shape[0])
+
+    def _embed(self, tokens, positions):
+        x = self.embedding[tokens]
+        return x + sinusoidal(positions, x.shape[-1]).astype(x.dtype) if self.has_sinusoidal else x
+
+    def _logits(self, x):
+        return jnp.einsum("sd,vd->sv", x, self.embedding, preferred_element_type=jnp.float32)

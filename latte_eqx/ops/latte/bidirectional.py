@@ -1,0 +1,71 @@
+"""Bidirectional Latte: each token picks latents, each latent averages the whole document."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from latte_eqx.ops.latte.causal import latte_causal
+from latte_eqx.ops.latte.undirected import running_mass
+from latte_eqx.ops.segments import count_segments
+from latte_eqx.ops.validation import check_floating, check_shape
+
+LOWEST = jnp.finfo(jnp.float32).min
+
+
+def latte_bidirectional(
+    weights: Float[Array, "*batch seq latents"],
+    keys: Float[Array, "*batch seq latents"],
+    values: Float[Array, "*batch seq dim"],
+    *,
+    mask: Bool[Array, "*#batch seq"] | None = None,
+    segment_ids: Int[Array, "*#batch seq"] | None = None,
+) -> Float[Array, "*batch seq dim"]:
+    r"""Mix averages of the values over the whole sequence, one average per latent.
+
+    $$y_t = \sum_l w_{tl} \frac{\sum_s e^{k_{sl}} v_s}{\sum_s e^{k_{sl}}}$$
+
+    `mask` is false at positions that no token sees, as are positions whose key is `-inf`. With none left, the result is
+    zero. With `segment_ids` (not decreasing) the sums run over the token's own document. Sums are float32; the result
+    has the dtype of `values`.
+    """
+    check_floating(weights=weights, keys=keys, values=values)
+    if keys.ndim < 2:
+        raise ValueError(f"`keys` must have at least the axes (seq, latents), got shape {keys.shape}.")
+    check_shape("weights", weights, keys.shape, "that of `keys`")
+    check_shape("values", values, (*keys.shape[:-1], None), "that of `keys` but for the last axis")
+    logits = keys.astype(jnp.float32)
+    if mask is not None:
+        logits = jnp.where(jnp.broadcast_to(mask, keys.shape[:-1])[..., None], logits, -jnp.inf)
+    if keys.shape[-2] == 0:
+        return values
+    if segment_ids is not None:
+        return _average_documents(weights, logits, values, count_segments(segment_ids, keys.shape[:-1]))
+    peak = lax.stop_gradient(jnp.maximum(logits.max(axis=-2, keepdims=True), LOWEST))
+    mass = jnp.exp(logits - peak)
+    total = mass.sum(axis=-2)
+    average = jnp.einsum("...sl,...sd->...ld", mass, values.astype(jnp.float32))
+    average /= jnp.where(total > 0, total, 1)[..., None]
+    return jnp.einsum("...tl,...ld->...td", weights.astype(jnp.float32), average).astype(values.dtype)
+
+
+def _average_documents(weights, keys, values, segments):
+    """Split each average at its token: what is not later comes from one causal pass, what is later from another.
+
+    The two passes are weighted by their shares of the mass, so that nothing is normalised twice.
+    """
+    backwards = lambda x: jnp.flip(x, axis=-2)
+    # The second pass reads backwards and one behind, so that a token sees only what is later in its document.
+    joined = jnp.diff(segments, append=segments[..., -1:] + 1) == 0
+    later_keys = jnp.where(joined[..., None], jnp.roll(keys, -1, axis=-2), -jnp.inf)
+    later = backwards(later_keys), backwards(jnp.roll(values, -1, axis=-2))
+    later_segments = -jnp.flip(segments, axis=-1)
+
+    peak, mass = running_mass(keys, segments)
+    later_peak, later_mass = map(backwards, running_mass(later[0], later_segments))
+    highest = jnp.maximum(peak, later_peak)
+    mass, later_mass = mass * jnp.exp(peak - highest), later_mass * jnp.exp(later_peak - highest)
+    total = jnp.where(mass + later_mass > 0, mass + later_mass, 1)
+    weights = weights.astype(jnp.float32)
+    y, _ = latte_causal(weights * mass / total, keys, values, segment_ids=segments)
+    later_y, _ = latte_causal(backwards(weights * later_mass / total), *later, segment_ids=later_segments)
+    return y + backwards(later_y)

@@ -1,0 +1,69 @@
+"""Undirected linear attention with exponential features: Latte with another choice of latents."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from latte_eqx.ops.dispatch import Implementation
+from latte_eqx.ops.latte.causal import latte_causal
+from latte_eqx.ops.latte.state import LatteState, empty_like
+from latte_eqx.ops.linear_scan import linear_scan
+from latte_eqx.ops.segments import count_segments
+
+
+def linear_attention(
+    queries: Float[Array, "*batch seq latents"],
+    keys: Float[Array, "*batch seq latents"],
+    values: Float[Array, "*batch seq dim"],
+    *,
+    segment_ids: Int[Array, "*#batch seq"] | None = None,
+    state: LatteState | None = None,
+    implementation: Implementation | None = None,
+) -> tuple[Float[Array, "*batch seq dim"], LatteState]:
+    r"""Attend with the weights $\sum_l e^{q_{tl}} e^{k_{sl}}$, normalised over $s \le t$.
+
+    $$y_t = \frac{\sum_{s \le t} \sum_l e^{q_{tl} + k_{sl}} v_s}{\sum_{s \le t} \sum_l e^{q_{tl} + k_{sl}}}$$
+
+    This is `latte_causal` with weights $\mathrm{softmax}_l(q_{tl} + \log \sum_{s \le t} e^{k_{sl}})$: where Latte's token
+    picks a latent by its query alone, here heavy latents draw more. The arguments are those of `latte_causal`.
+    """
+    peak, mass = running_mass(keys, segment_ids, state)
+    # Peaks are compared before anything small is added to them: sums with large peaks would lose it.
+    relative = peak - peak.max(axis=-1, keepdims=True)
+    logits = queries.astype(jnp.float32) + jnp.log(jnp.where(mass > 0, mass, 1)) + relative
+    weights = jax.nn.softmax(jnp.where(mass > 0, logits, jnp.finfo(jnp.float32).min), axis=-1)
+    weights = weights.astype(values.dtype)
+    return latte_causal(weights, keys, values, segment_ids=segment_ids, state=state, implementation=implementation)
+
+
+def running_mass(
+    keys: Float[Array, "*batch seq latents"],
+    segment_ids: Int[Array, "*#batch seq"] | None = None,
+    state: LatteState | None = None,
+) -> tuple[Float[Array, "*batch seq latents"], Float[Array, "*batch seq latents"]]:
+    r"""Return what the state's peak and mass are after each token: the mass is $\sum_{s \le t} e^{k_s - \text{peak}_t}$."""
+    keys = keys.astype(jnp.float32)
+    if state is None:
+        state = empty_like(keys, keys[..., :0])
+    starts = jnp.zeros((*[1] * (keys.ndim - 2), keys.shape[-2]), bool)
+    if segment_ids is not None:
+        counts = count_segments(segment_ids, keys.shape[:-1])
+        starts = jnp.diff(counts, prepend=counts[..., :1]) != 0
+    starts = jnp.broadcast_to(starts[..., None], keys.shape)
+
+    before = state.peak[..., None, :]
+    candidates = jnp.concatenate([before, jnp.maximum(keys, jnp.finfo(jnp.float32).min)], axis=-2)
+    is_start = jnp.pad(starts, [(0, 0)] * (keys.ndim - 2) + [(1, 0), (0, 0)])
+    peaks, _ = lax.associative_scan(_later_peak, (candidates, is_start), axis=keys.ndim - 2)
+    peaks = lax.stop_gradient(peaks)
+    peak, previous = peaks[..., 1:, :], peaks[..., :-1, :]
+    log_decay = jnp.where(starts, -jnp.inf, previous - peak)
+    # The start state's own peak is an input like its mass, so its derivative is kept.
+    mass, _ = linear_scan(log_decay, jnp.exp(keys - peak), state=state.mass * jnp.exp(before - lax.stop_gradient(before))[..., 0, :])
+    return peak, mass
+
+
+def _later_peak(earlier, later):
+    (peak, is_start), (later_peak, later_is_start) = earlier, later
+    return jnp.where(later_is_start, later_peak, jnp.maximum(peak, later_peak)), is_start | later_is_start

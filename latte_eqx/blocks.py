@@ -25,8 +25,8 @@ class MacchiatoBlock(eqx.Module):
 
     $$h = x + \mathrm{mixer}(\mathrm{norm}(x)), \quad y = h + \mathrm{mlp}(\mathrm{norm}(h))$$
 
-    Style `"plus_plus"` has RMSNorm and SwiGLU without biases, `"base"` LayerNorm and a GELU MLP with biases. `mlp_dim=0`
-    leaves the MLP out. Dropout acts on what mixer and MLP add, and only where a `key` is given.
+    Style `"plus_plus"` has RMSNorm and SwiGLU without biases, `"base"` LayerNorm and a GELU MLP with biases. Without
+    an MLP if `mlp_dim` is 0. Dropout acts on what mixer and MLP add, and only where a `key` is given.
     """
 
     mixer: Mixer
@@ -70,17 +70,23 @@ class MacchiatoBlock(eqx.Module):
 
     def init_state(self) -> PyTree:
         """Return the mixer's state before the first token."""
-        return self.mixer.init_state()
+        return self._causal_mixer().init_state()
 
     def extend(self, x: Float[Array, "seq dim"], state: PyTree) -> tuple[Float[Array, "seq dim"], PyTree]:
         """Mix further tokens."""
-        y, state = self.mixer.extend(jax.vmap(self.mixer_norm)(x), state)
+        y, state = self._causal_mixer().extend(jax.vmap(self.mixer_norm)(x), state)
         return self._add_mlp(x + y, None), state
 
+    def _causal_mixer(self):
+        if isinstance(self.mixer, LatteBidir):
+            raise TypeError("Only a causal mixer can be extended, got a LatteBidir.")
+        return self.mixer
+
     def _add_mlp(self, x, key):
-        if self.mlp is None:
+        if self.mlp is None or self.mlp_norm is None:
             return x
-        return x + self._drop(jax.vmap(lambda token: self.mlp(self.mlp_norm(token)))(x), key)
+        y = jax.vmap(self.mlp)(jax.vmap(self.mlp_norm)(x))
+        return x + self._drop(y, key)
 
     def _drop(self, x, key):
         return self.dropout(x, key=key, inference=key is None)

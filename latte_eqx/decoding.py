@@ -65,13 +65,13 @@ def prefill(model: LanguageModel, tokens: Int[Array, "batch seq"]) -> tuple[Floa
     if tokens.shape[1] == 0:
         raise ValueError("A prompt must hold at least one token, got an empty one.")
     state = _batch_state(model, tokens.shape[0])
-    logits, start = None, 0
-    while start < tokens.shape[1]:
-        left = tokens.shape[1] - start
-        size = min(PIECE, 1 << (left.bit_length() - 1))
-        logits, state = _extend(model, (tokens[:, start : start + size], state))
-        start += size
-    return logits, state
+    rest = tokens
+    while True:
+        size = min(PIECE, 1 << (rest.shape[1].bit_length() - 1))
+        piece, rest = rest[:, :size], rest[:, size:]
+        logits, state = _extend(model, (piece, state))
+        if rest.shape[1] == 0:
+            return logits, state
 
 
 def generate(

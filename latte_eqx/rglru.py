@@ -73,7 +73,8 @@ class RGLRU(eqx.Module):
         rate = jax.nn.softplus(self.decay_logit.astype(jnp.float32))[None]
         log_decay = -EXPONENT * rate * recurrence_gate
         factor = jnp.where(starts, 1, _bounded_sqrt(-jnp.expm1(2 * log_decay)))
-        y, hidden = linear_scan(jnp.where(starts, -jnp.inf, log_decay), factor * input_gate * inputs, state=state.hidden)
+        log_decay = jnp.where(starts, -jnp.inf, log_decay)
+        y, hidden = linear_scan(log_decay, factor * input_gate * inputs, state=state.hidden)
         return y.astype(x.dtype), RGLRUState(hidden, state.is_empty & (x.shape[0] == 0))
 
 

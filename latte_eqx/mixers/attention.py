@@ -19,7 +19,7 @@ class WindowState(eqx.Module):
 
 
 class Window(eqx.Module):
-    """The queries and keys of a sliding window; values come from outside. A query sees itself and `window` past keys."""
+    """Queries and keys of a sliding window; values come from outside. A query sees itself and `window` past keys."""
 
     to_query: eqx.nn.Linear
     to_key: eqx.nn.Linear

@@ -96,15 +96,22 @@ class Latents(eqx.Module):
         state: PyTree | None = None,
     ) -> tuple[Float[Array, "heads seq queries"], Float[Array, "heads seq latents"], PyTree]:
         """Return queries, keys, and the feed's state if one came in."""
-        if self.feed is not None:
-            x, state = (self.feed(x, segment_ids), None) if state is None else self.feed.extend(x, state)
+        if self.feed is not None and state is None:
+            x = self.feed(x, segment_ids)
+        elif self.feed is not None:
+            x, state = self._causal_feed().extend(x, state)
         if self.norm is not None:
             x = jax.vmap(self.norm)(x)
         return self._heads(self.to_query, x), self._heads(self.to_key, x), state
 
     def init_state(self) -> PyTree:
         """Return the feed's state before the first token; `()` without a feed."""
-        return () if self.feed is None else self.feed.init_state()
+        return () if self.feed is None else self._causal_feed().init_state()
+
+    def _causal_feed(self):
+        if not isinstance(self.feed, CausalConv | RGLRU):
+            raise TypeError(f"Only a causal feed can be extended, got {type(self.feed).__name__}.")
+        return self.feed
 
     def _heads(self, project, x):
         y = project(x) if isinstance(project, BlockLinear) else jax.vmap(project)(x)
@@ -121,9 +128,7 @@ def join_heads(x: Float[Array, "heads seq dim"]) -> Float[Array, "seq width"]:
     return x.swapaxes(0, 1).reshape(x.shape[1], -1)
 
 
-def document_ids(
-    segment_ids: Int[Array, " seq"] | None, mask: Bool[Array, " seq"] | None
-) -> Int[Array, " seq"] | None:
+def document_ids(segment_ids: Int[Array, " seq"] | None, mask: Bool[Array, " seq"] | None) -> Int[Array, " seq"] | None:
     """Return ids under which every run of masked tokens is a document of its own, which no other token notices."""
     if mask is None:
         return segment_ids

@@ -24,9 +24,9 @@ class Macchiato(eqx.Module):
 
     $$y_t = p(0|t) \sum_{s=t-w}^t p_0(s|t) v_s + \sum_{l \ge 1} p(l|t) \sum_{s \le t} p(s|l,t) v_s$$
 
-    per head, where $p(\cdot|t)$ is one softmax over `num_latents / num_heads + 1` states and all states share the values
-    and the output map: every output is a convex combination of values. The latent logits come from a feed; the window
-    reads the tokens themselves. `window_bias` starts a learned per-head bias on state 0 at that number.
+    per head, where $p(\cdot|t)$ is one softmax over `num_latents / num_heads + 1` states, and all states share values
+    and output map: before that map, every output is a convex combination of values. The latent logits come from a
+    feed; the window reads the tokens themselves. `window_bias` starts a learned per-head bias on state 0 at that number.
 
     With `causal=False` the window looks both ways and the latents average the whole document.
     """

@@ -47,11 +47,14 @@ class Encoder(eqx.Module):
         return weight @ x / jnp.maximum(weight.sum(), 1)
 
     def _embed(self, inputs):
-        has_numbers = isinstance(self.embedding, eqx.nn.Linear)
-        if has_numbers != jnp.issubdtype(inputs.dtype, jnp.floating):
-            wanted = "numbers, since `num_features` is set" if has_numbers else "integer tokens"
-            raise TypeError(f"`inputs` must be {wanted}, got {inputs.dtype}.")
-        return jax.vmap(self.embedding)(inputs) if has_numbers else self.embedding[inputs]
+        is_floating = jnp.issubdtype(inputs.dtype, jnp.floating)
+        if isinstance(self.embedding, eqx.nn.Linear):
+            if not is_floating:
+                raise TypeError(f"`inputs` must be floating, since `num_features` is set, got {inputs.dtype}.")
+            return jax.vmap(self.embedding)(inputs)
+        if is_floating:
+            raise TypeError(f"`inputs` must be integer tokens, since `num_features` is not set, got {inputs.dtype}.")
+        return self.embedding[inputs]
 
 
 class SequenceClassifier(eqx.Module):

@@ -1,7 +1,7 @@
 """What a model is made of."""
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 from jaxtyping import PRNGKeyArray
@@ -60,14 +60,14 @@ class ModelConfig:
 
 def make_mixer(config: ModelConfig, *, key: PRNGKeyArray) -> Mixer:
     """Build the mixer that the config names."""
-    sizes = dict(dim=config.dim, num_heads=config.num_heads)
-    latents = dict(
+    sizes: dict[str, Any] = dict(dim=config.dim, num_heads=config.num_heads)
+    latents: dict[str, Any] = dict(
         num_latents=config.num_latents,
         feed=config.feed,
         latent_proj=config.latent_proj,
         norm_feed=config.norm_feed,
     )
-    attention = dict(causal=config.causal, rotary_base=config.rotary_base)
+    attention: dict[str, Any] = dict(causal=config.causal, rotary_base=config.rotary_base)
     match config.mixer:
         case "latte" if config.causal:
             return LatteCausal(**sizes, **latents, key=key)
@@ -90,6 +90,4 @@ def make_block(config: ModelConfig, *, key: PRNGKeyArray) -> MacchiatoBlock:
     """Build one layer."""
     mixer_key, block_key = jax.random.split(key)
     mixer = make_mixer(config, key=mixer_key)
-    return MacchiatoBlock(
-        mixer, config.dim, config.mlp_dim, style=config.style, dropout=config.dropout, key=block_key
-    )
+    return MacchiatoBlock(mixer, config.dim, config.mlp_dim, style=config.style, dropout=config.dropout, key=block_key)

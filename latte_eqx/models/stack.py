@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
@@ -34,7 +33,8 @@ class Stack(eqx.Module):
         **mixer_arguments: Array | None,
     ) -> Float[Array, "seq dim"]:
         """Run a whole sequence through all layers."""
-        keys = None if key is None else jax.random.split(key, self._num_layers())
+        num_layers = jax.tree.leaves(eqx.filter(self.blocks, eqx.is_array))[0].shape[0]
+        keys = None if key is None else jax.random.split(key, num_layers)
 
         def run(block, x, key):
             return block(x, segment_ids, key=key, **mixer_arguments), None
@@ -49,9 +49,6 @@ class Stack(eqx.Module):
         """Run further tokens through all layers."""
         x, state = self._scan(lambda block, x, state: block.extend(x, state), x, state)
         return jax.vmap(self.norm)(x), state
-
-    def _num_layers(self):
-        return self.blocks.mixer_norm.weight.shape[0]
 
     def _scan(self, run: Callable, x, inputs):
         arrays, static = eqx.partition(self.blocks, eqx.is_array)

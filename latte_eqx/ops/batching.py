@@ -1,10 +1,12 @@
-"""How ops with free leading axes behave under `vmap`."""
+"""How ops behave under `vmap` and inside `shard_map`."""
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import PyTree
 
 
 def leading_vmap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,3 +26,15 @@ def leading_vmap(function: Callable[..., Any]) -> Callable[..., Any]:
         return out, jax.tree.map(lambda _: True, out)
 
     return batched_function
+
+
+def vary_alike(tree: PyTree) -> PyTree:
+    """Give all arrays one type inside `shard_map`: a replicated state could not be carried beside sharded inputs."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(tree)]
+    axes = frozenset().union(*varying)
+
+    def vary(x):
+        missing = tuple(axes - jax.typeof(x).manual_axis_type.varying)
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, tree) if axes else tree

@@ -1,9 +1,9 @@
 """Documents packed in a row, told apart by segment ids."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Int
 
 
@@ -19,7 +19,7 @@ def count_segments(segment_ids: Int[Array, "..."], shape: tuple[int, ...]) -> In
     sizes_fit = all(got in (1, want) for got, want in zip(segment_ids.shape[:-1], shape[:-1], strict=False))
     if segment_ids.ndim != len(shape) or segment_ids.shape[-1] != shape[-1] or not sizes_fit:
         raise ValueError(f"`segment_ids` must broadcast to the shape (*batch, seq) = {shape}, got {segment_ids.shape}.")
-    if not isinstance(segment_ids, jax.core.Tracer) and np.any(np.diff(np.asarray(segment_ids)) < 0):
+    if not isinstance(segment_ids, Tracer) and np.any(np.diff(np.asarray(segment_ids)) < 0):
         raise ValueError("`segment_ids` must not decrease along the sequence, got a later number that is smaller.")
     changes = jnp.diff(segment_ids, prepend=segment_ids[..., :1]) != 0
     return jnp.cumsum(changes, axis=-1, dtype=jnp.int32)

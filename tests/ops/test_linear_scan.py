@@ -1,6 +1,8 @@
 """The recurrence against a float64 loop, and the properties every implementation keeps."""
 
 from functools import partial
+from itertools import pairwise
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +15,10 @@ from latte_eqx.ops.linear_scan import IMPLEMENTATIONS, linear_scan
 from latte_eqx.ops.linear_scan.chunked import CHUNK, linear_scan_chunked
 
 
-def in_chunks(log_decay, inputs, *, state=None):
-    """Cut at `CHUNK` as on an accelerator; on a CPU the public function would not cut."""
-    if state is None:
-        state = jnp.zeros_like(inputs[..., 0, :], dtype=jnp.float32)
-    return linear_scan_chunked(log_decay, inputs, state, CHUNK)
+def in_chunks(*args, **kwargs):
+    """Cut the sequence at `CHUNK` as on an accelerator; compiled for a CPU, the public function does not cut."""
+    with mock.patch.dict(IMPLEMENTATIONS, chunked=lambda *arrays: linear_scan_chunked(*arrays, CHUNK)):
+        return linear_scan(*args, **kwargs, implementation="chunked")
 
 
 TABLE = {name: partial(linear_scan, implementation=name) for name in IMPLEMENTATIONS} | {"in_chunks": in_chunks}
@@ -132,7 +133,7 @@ def test_state_of_another_dtype():
 @every_implementation
 def test_pieces_equal_the_whole(implementation, split):
     """The gradient, too, flows through the carried state. Empty pieces are pieces."""
-    function = TABLE[implementation if split not in (0, 131) or implementation != "in_chunks" else "chunked"]
+    function = TABLE[implementation]
 
     def in_pieces(log_decay, inputs, state):
         first, state = function(log_decay[:, :split], inputs[:, :split], state=state)
@@ -154,23 +155,14 @@ def test_resets_separate_documents(implementation):
     packed = run(implementation, log_decay, inputs, state, h_cotangent, last_cotangent)
 
     alone = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
-        document = (x[:, begin:end] for x in (log_decay, inputs, h_cotangent))
-        log_decay_alone, inputs_alone, cotangent_alone = document
-        last_one, first_one = end == 150, begin == 0
-        alone.append(
-            run(
-                implementation,
-                log_decay_alone,
-                inputs_alone,
-                state if first_one else jnp.zeros_like(state),
-                cotangent_alone,
-                last_cotangent if last_one else jnp.zeros_like(last_cotangent),
-            )
-        )
-    h, _, log_decay_grad, inputs_grad, _ = (jnp.concatenate(x, axis=1) if x[0].ndim == 3 else x for x in zip(*alone))
-    separate = h, alone[-1][1], log_decay_grad, inputs_grad, alone[0][4]
-    for x, y in zip(packed, separate, strict=True):
+    for begin, end in pairwise(bounds):
+        start = state if begin == 0 else jnp.zeros_like(state)
+        seed = last_cotangent if end == bounds[-1] else jnp.zeros_like(last_cotangent)
+        piece = slice(begin, end)
+        alone.append(run(implementation, log_decay[:, piece], inputs[:, piece], start, h_cotangent[:, piece], seed))
+    hs, lasts, *gradients, state_grads = zip(*alone, strict=True)
+    h, *gradients = (np.concatenate(x, axis=1) for x in (hs, *gradients))
+    for x, y in zip(packed, (h, lasts[-1], *gradients, state_grads[0]), strict=True):
         assert_near(x, y, 5e-6)
     np.testing.assert_array_equal(packed[2][:, jnp.array(bounds[1:-1])], 0.0)
 
@@ -184,17 +176,15 @@ def test_no_nan(implementation, log_decay):
     assert all(jnp.isfinite(x).all() for x in run(implementation, *wild))
 
 
+@pytest.mark.parametrize("mapped", ["all", "log_decay", "inputs", "state"])
 @every_implementation
-def test_vmap_equals_batch(implementation):
+def test_vmap_equals_batch(implementation, mapped):
+    names = ("log_decay", "inputs", "state", "h_cotangent", "last_cotangent")
     arrays = draw(CHUNK + 1)
-    assert_all_near(jax.vmap(partial(run, implementation))(*arrays), run(implementation, *arrays))
-    shared = tuple(x[0] for x in arrays)
-    for position in range(len(arrays)):
-        axes = [0 if i == position else None for i in range(len(arrays))]
-        mixed = [x if i == position else s for i, (x, s) in enumerate(zip(arrays, shared, strict=True))]
-        whole = [x if i == position else jnp.broadcast_to(s, x.shape) for i, (x, s) in enumerate(zip(arrays, shared))]
-        actual = jax.vmap(partial(run, implementation), in_axes=axes)(*mixed)
-        assert_all_near(actual, run(implementation, *whole))
+    axes = [0 if mapped in ("all", name) else None for name in names]
+    arguments = [x if axis == 0 else x[0] for x, axis in zip(arrays, axes, strict=True)]
+    batch = [x if axis == 0 else jnp.broadcast_to(x[0], x.shape) for x, axis in zip(arrays, axes, strict=True)]
+    assert_all_near(jax.vmap(partial(run, implementation), in_axes=axes)(*arguments), run(implementation, *batch))
 
 
 @pytest.mark.parametrize("leading", [(), (5,), (1, 5, 1), (5, 1, 1, 1)])
@@ -209,41 +199,39 @@ def test_any_leading_axes(implementation, leading):
 
 @every_implementation
 def test_layers_scanned_and_rematerialised(implementation):
-    """Under `vmap` of `grad` of `checkpoint` of a `lax.scan` over layers, as models use it."""
+    """`vmap` of `grad` of a `lax.scan` over checkpointed layers, as models use it, against layers written out."""
     log_decay, inputs, state, *_ = draw(CHUNK + 1)
     scales = jnp.linspace(0.5, 1.5, 3)
 
-    def loss(layer, scales, log_decay, inputs, state):
-        h, last = jax.lax.scan(jax.checkpoint(layer), inputs, scales)
-        return jnp.sum(jnp.sin(h)) + jnp.sum(last)
+    def layer(implementation, x, scale, log_decay, state):
+        h, last = TABLE[implementation](log_decay, scale * x, state=state)
+        return jnp.tanh(h), last
 
-    def gradient(function):
-        def one(scales, log_decay, inputs, state):
-            def layer(x, scale):
-                h, last = function(log_decay, scale * x, state=state)
-                return jnp.tanh(h), last
+    def scanned(scales, log_decay, x, state):
+        step = jax.checkpoint(lambda x, scale: layer(implementation, x, scale, log_decay, state))
+        x, lasts = jax.lax.scan(step, x, scales)
+        return jnp.sum(jnp.sin(x)) + jnp.sum(lasts)
 
-            return loss(layer, scales, log_decay, inputs, state)
+    def written_out(scales, log_decay, x, state):
+        total = 0.0
+        for scale in scales:
+            x, last = layer("scan", x, scale, log_decay, state)
+            total += jnp.sum(last)
+        return jnp.sum(jnp.sin(x)) + total
 
-        return jax.jit(jax.vmap(jax.grad(one, argnums=(0, 1, 2, 3)), in_axes=(None, 0, 0, 0)))
-
-    def plain(log_decay, inputs, *, state):
-        h = []
-        for t in range(inputs.shape[0]):
-            state = jnp.exp(log_decay[t]) * state + inputs[t]
-            h.append(state)
-        return jnp.stack(h), state
-
-    arrays = scales, log_decay, inputs, state
-    assert_all_near(gradient(TABLE[implementation])(*arrays), gradient(plain)(*arrays), 2e-5)
+    actual, expected = (
+        jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2, 3)), in_axes=(None, 0, 0, 0)))(
+            scales, log_decay, inputs, state
+        )
+        for loss in (scanned, written_out)
+    )
+    assert_all_near(actual, expected, 2e-5)
 
 
 @pytest.mark.parametrize("state_is_sharded", [True, False, None])
 @every_implementation
 def test_sharded_batch(implementation, state_is_sharded):
     """A replicated state serves every row, and its gradient is the sum over all devices."""
-    if implementation == "in_chunks" and state_is_sharded is False:
-        pytest.skip("the public function gives arguments one type, this inner one asks for it")
     log_decay, inputs, state, h_cotangent, last_cotangent = (
         jnp.concatenate([a, b[:3]]) for a, b in zip(draw(CHUNK + 1), draw(CHUNK + 1, seed=1), strict=True)
     )

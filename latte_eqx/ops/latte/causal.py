@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from latte_eqx.ops.batching import vary_alike
 from latte_eqx.ops.dispatch import Implementation, select
 from latte_eqx.ops.latte import chunked, reference, scan
 from latte_eqx.ops.latte.state import LatteState, empty_like
@@ -58,4 +59,4 @@ def latte_causal(
         check_shape("state.peak", state.peak, (*batch, latents), "(*batch, latents)")
         check_shape("state.mass", state.mass, (*batch, latents), "(*batch, latents)")
         state = LatteState(*(x.astype(jnp.float32) for x in (state.average, state.peak, state.mass)))
-    return implement(weights, keys, values, segment_ids, state)
+    return implement(*vary_alike((weights, keys, values, segment_ids, state)))

@@ -22,7 +22,7 @@ from latte_eqx.ops.batching import leading_vmap
 from latte_eqx.ops.latte import scan
 from latte_eqx.ops.latte.state import LOWEST, LatteState
 
-CHUNK = 64
+CHUNK = 32
 # A token whose mass falls below this is e^50 under its chunk's reference: terms that matter to it might underflow.
 SMALLEST_MASS = 2e-22
 
@@ -131,9 +131,13 @@ class _Chunk(NamedTuple):
         small = self.seen_mass < SMALLEST_MASS
         return ~(jnp.any(small & (self.keys > -jnp.inf)) | jnp.any(small[..., 0, :] & (self.state.mass > 0)))
 
+    def has_state(self):
+        """Return 1 where the chunk begins in the document of the state before it."""
+        return self.continues[..., 0, :] if isinstance(self.continues, Array) else 1.0
+
     def keeps_state(self):
         """Return 1 where the chunk ends in the document of the state before it."""
-        return 1.0 if self.segment_ids is None else self.continues[..., -1, :]
+        return self.continues[..., -1, :] if isinstance(self.continues, Array) else 1.0
 
     def last_peak(self):
         """Return the largest key of the document that the chunk ends in."""
@@ -178,7 +182,7 @@ def _read_chunk(chunk: _Chunk):
     y = mixing @ chunk.values + (chunk.continues * share) @ old_sum
 
     last_mass, peak = chunk.seen_mass[..., -1, :], chunk.last_peak()
-    last_sum = jnp.einsum("...sl,...sd->...ld", chunk.lasts * chunk.mass, chunk.values)
+    last_sum = _sum_tokens(chunk.lasts * chunk.mass, chunk.values)
     last_sum += _column(chunk.keeps_state()) * old_sum
     return y, LatteState(_divide(1.0, last_mass)[..., None] * last_sum, peak, last_mass * chunk.last_scale(peak))
 
@@ -198,11 +202,11 @@ def _unread_chunk(chunk: _Chunk, after: LatteState, dy, dafter: LatteState):
     dweights = _divide(dshare, chunk.seen_mass)
     dseen_mass = -dweights * share
     dmass = _matmul(chunk.sees.swapaxes(-1, -2), dseen_mass)
-    dmass += jnp.einsum("...ts,...tl->...sl", agreement, share)
+    dmass += _sum_tokens(agreement, share)
     dmass += chunk.lasts * (jnp.einsum("...sd,...ld->...sl", chunk.values, dlast_sum) + dlast_mass[..., None, :])
-    dvalues = jnp.einsum("...ts,...td->...sd", mixing, dy) + (chunk.lasts * chunk.mass) @ dlast_sum
+    dvalues = _sum_tokens(mixing, dy) + (chunk.lasts * chunk.mass) @ dlast_sum
 
-    dold_sum = jnp.einsum("...tl,...td->...ld", chunk.continues * share, dy)
+    dold_sum = _sum_tokens(chunk.continues * share, dy)
     dold_sum += _column(chunk.keeps_state()) * dlast_sum
     dstate_mass = (chunk.continues * dseen_mass).sum(axis=-2) + chunk.keeps_state() * dlast_mass
     dstate_mass += (dold_sum * chunk.state.average).sum(axis=-1)
@@ -216,12 +220,15 @@ def _unread_chunk(chunk: _Chunk, after: LatteState, dy, dafter: LatteState):
 
 def _unread_tokens(chunk: _Chunk, dy, dafter: LatteState):
     """The slow way: differentiate the token-by-token implementation."""
-    _, pull_back = jax.vjp(lambda *arrays: _read_tokens(*arrays[:3], chunk.segment_ids, arrays[3]), *chunk.arrays()[:3], chunk.state)
+    weights, keys, values, segment_ids, state = chunk.arrays()
+
+    def read(weights, keys, values, state):
+        return _read_tokens(weights, keys, values, segment_ids, state)
+
+    _, pull_back = jax.vjp(read, weights, keys, values, state)
     *dtokens, dstate = pull_back((dy, dafter))
-    if chunk.segment_ids is not None:
-        kept = chunk.continues[..., 0, :]
-        dstate = LatteState(_column(kept) * dstate.average, kept * dstate.peak, kept * dstate.mass)
-    return tuple(dtokens), dstate
+    kept = chunk.has_state()
+    return tuple(dtokens), LatteState(_column(kept) * dstate.average, kept * dstate.peak, kept * dstate.mass)
 
 
 _read_tokens = scan.latte_causal
@@ -245,6 +252,12 @@ def _matmul(sees, x):
     if sees.size == sees.shape[-1] ** 2:
         return jnp.einsum("ts,...sl->...tl", sees.reshape(sees.shape[-2:]), x)
     return sees @ x
+
+
+def _sum_tokens(x, y):
+    """The product of `x`, transposed, and `y`: a sum over the tokens of both."""
+    # Left alone, the transposition would be merged into the product, which is slower on CPUs than a copy.
+    return lax.optimization_barrier(x.swapaxes(-1, -2)) @ y
 
 
 def _column(x):

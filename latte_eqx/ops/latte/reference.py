@@ -38,4 +38,3 @@ def latte_causal(
 
     y = jnp.einsum("...tl,...tld->...td", weights, average).astype(values.dtype)
     return y, LatteState(average[..., -1, :, :], peak[..., -1, :], mass[..., -1, :])
-

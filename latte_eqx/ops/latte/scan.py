@@ -25,15 +25,19 @@ def latte_causal(
 
     def read(state: LatteState, token):
         (weight, key, value), start = token
-        old_peak, old_mass = state.peak, state.mass
+        average, old_peak, old_mass = state.average, state.peak, state.mass
         if start is not None:
+            average = jnp.where(start[..., None], 0, average)
             old_peak, old_mass = jnp.where(start, LOWEST, old_peak), jnp.where(start, 0, old_mass)
         peak = lax.stop_gradient(jnp.maximum(old_peak, key))
-        kept, added = old_mass * jnp.exp(old_peak - peak), jnp.exp(key - peak)
-        mass = kept + added
-        share = 1 / jnp.where(mass > 0, mass, 1)
-        average = (kept * share)[..., None] * state.average + (added * share)[..., None] * value[..., None, :]
+        added = jnp.exp(key - peak)
+        mass = old_mass * jnp.exp(old_peak - peak) + added
+        share = added / jnp.where(mass > 0, mass, 1)
+        # As a step towards the value: two rounded shares would not add up to one, and the average would drift.
+        average += share[..., None] * (value[..., None, :] - average)
         return LatteState(average, peak, mass), jnp.einsum("...l,...ld->...d", weight, average)
 
+    # An empty state has no average, whatever stands in its place.
+    state = LatteState(jnp.where(state.mass[..., None] > 0, state.average, 0), state.peak, state.mass)
     state, y = lax.scan(read, state, (arrays, starts), unroll=unroll)
     return jnp.moveaxis(y, 0, -2).astype(values.dtype), state

@@ -25,8 +25,8 @@ def linear_attention(
 
     $$y_t = \frac{\sum_{s \le t} \sum_l e^{q_{tl} + k_{sl}} v_s}{\sum_{s \le t} \sum_l e^{q_{tl} + k_{sl}}}$$
 
-    This is `latte_causal` with weights $\mathrm{softmax}_l(q_{tl} + \log \sum_{s \le t} e^{k_{sl}})$: where Latte's token
-    picks a latent by its query alone, here heavy latents draw more. The arguments are those of `latte_causal`.
+    This is `latte_causal` with weights $\mathrm{softmax}_l(q_{tl} + \log \sum_{s \le t} e^{k_{sl}})$: where Latte's
+    token picks a latent by its query alone, here heavy latents draw more. The arguments are those of `latte_causal`.
     """
     peak, mass = running_mass(keys, segment_ids, state)
     # Peaks are compared before anything small is added to them: sums with large peaks would lose it.
@@ -42,7 +42,7 @@ def running_mass(
     segment_ids: Int[Array, "*#batch seq"] | None = None,
     state: LatteState | None = None,
 ) -> tuple[Float[Array, "*batch seq latents"], Float[Array, "*batch seq latents"]]:
-    r"""Return what the state's peak and mass are after each token: the mass is $\sum_{s \le t} e^{k_s - \text{peak}_t}$."""
+    """Return the state's peak and mass after each token."""
     keys = keys.astype(jnp.float32)
     if state is None:
         state = empty_like(keys, keys[..., :0])
@@ -59,8 +59,9 @@ def running_mass(
     peaks = lax.stop_gradient(peaks)
     peak, previous = peaks[..., 1:, :], peaks[..., :-1, :]
     log_decay = jnp.where(starts, -jnp.inf, previous - peak)
-    # The start state's own peak is an input like its mass, so its derivative is kept.
-    mass, _ = linear_scan(log_decay, jnp.exp(keys - peak), state=state.mass * jnp.exp(before - lax.stop_gradient(before))[..., 0, :])
+    # The start's own peak is an input as its mass is: this factor is one, but has a derivative.
+    unit = jnp.exp(state.peak - lax.stop_gradient(state.peak))
+    mass, _ = linear_scan(log_decay, jnp.exp(keys - peak), state=unit * state.mass)
     return peak, mass
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from latte_eqx.ops.dispatch import Implementation, select
+from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.window_attention.chunked import chunked
 from latte_eqx.ops.window_attention.reference import reference
 
@@ -35,8 +36,8 @@ def window_attention(
 
     Query head h uses key head `h // (heads // kv_heads)`. For a sequence that comes in pieces, keys and values begin
     with the `past` positions before the first query: `source = past + seq`. A query sees only keys of its own document
-    (a new one begins where `segment_ids` change) whose `key_mask` is true; a query without any gives 0. Logits, softmax
-    and sums are float32; the output has the dtype of `values`.
+    (a new one begins where `segment_ids`, which must not decrease, change) whose `key_mask` is true; a query without
+    any gives 0. Logits, softmax and sums are float32; the output has the dtype of `values`.
     """
     attention = select("window_attention", IMPLEMENTATIONS, implementation)
     check_numbers(window, causal, past, soft_cap)
@@ -50,7 +51,7 @@ def window_attention(
     if segment_ids is None:
         query_labels, key_labels = jnp.zeros(seq, jnp.int32), jnp.zeros(source, jnp.int32)
     else:
-        query_labels = key_labels = count_changes(segment_ids)
+        query_labels = key_labels = count_segments(segment_ids, (*batch, seq))
     query_labels, key_labels = with_rank(query_labels, len(batch) + 1), with_rank(key_labels, len(batch) + 1)
     if key_mask is not None:
         key_labels = jnp.where(with_rank(key_mask, len(batch) + 1), key_labels, -1)
@@ -67,12 +68,6 @@ def window_attention(
         soft_cap=soft_cap,
     )
     return output.reshape(*batch, heads, seq, value_dim)
-
-
-def count_changes(segment_ids: Int[Array, "*batch seq"]) -> Int[Array, "*batch seq"]:
-    """Number the documents in order, so that an id that comes back does not join two of them."""
-    changes = segment_ids[..., 1:] != segment_ids[..., :-1]
-    return jnp.cumsum(jnp.pad(changes, [(0, 0)] * (changes.ndim - 1) + [(1, 0)]), axis=-1, dtype=jnp.int32)
 
 
 def with_rank(x: Shaped[Array, "..."], rank: int) -> Shaped[Array, "..."]:

@@ -58,8 +58,7 @@ def attend(
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, where=mask, initial=LOWEST))
     # Masked before and after `exp`: before, for a finite gradient; after, because in an empty row the peak is LOWEST.
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits - peak, LOWEST)), 0)
-    # Rounded before they are summed, so that also in low precision the output is an average of the values.
+    total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights.astype(values.dtype)
-    total = jnp.sum(weights, axis=-1, keepdims=True, dtype=jnp.float32)
     output = jnp.einsum("...gts,...sd->...gtd", weights, values, preferred_element_type=jnp.float32)
     return (output / jnp.where(total == 0, 1, total)).astype(values.dtype)

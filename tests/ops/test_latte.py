@@ -1,0 +1,348 @@
+"""Every implementation of causal Latte against the float64 oracle, and the properties that the op promises."""
+
+from functools import cache, partial
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from latte_eqx.ops import LatteState, latte_bidirectional, latte_causal, linear_attention
+from latte_eqx.ops.latte import chunked
+from latte_eqx.ops.latte.causal import IMPLEMENTATIONS
+from tests.ops import latte_oracle as oracle
+
+CHUNK = chunked.CHUNK
+LATENTS, DIM = 4, 5
+KEYS = {
+    "normal": lambda rng, shape: rng.normal(size=shape),
+    "wide": lambda rng, shape: 60 * rng.normal(size=shape),
+    "jumps": lambda rng, shape: rng.normal(size=shape) + 1e4 * rng.choice([-1, 0, 1], size=shape, p=[0.1, 0.8, 0.1]),
+    "rising": lambda rng, shape: 7.0 * np.arange(shape[-2])[:, None] + rng.normal(size=shape),
+    "falling": lambda rng, shape: -7.0 * np.arange(shape[-2])[:, None] + rng.normal(size=shape),
+    "equal": lambda rng, shape: np.full(shape, 3.0),
+    "padded": lambda rng, shape: np.where(_is_padded(shape[-2])[:, None], -np.inf, rng.normal(size=shape)),
+    "all padded": lambda rng, shape: np.full(shape, -np.inf),
+}
+
+
+def _is_padded(seq):
+    """A padded prefix, and padding inside."""
+    position = np.arange(seq)
+    return (position < seq // 3) | (position % 7 == 3)
+
+
+def _inputs(kind, seq, batch=(2,), seed=0):
+    rng = np.random.default_rng(seed)
+    weights = rng.random((*batch, seq, LATENTS))
+    weights /= 1.25 * weights.sum(-1, keepdims=True)
+    arrays = weights, KEYS[kind](rng, (*batch, seq, LATENTS)), rng.normal(size=(*batch, seq, DIM))
+    return tuple(jnp.asarray(x, jnp.float32) for x in arrays)
+
+
+def _start(batch=(2,), seed=1):
+    rng = np.random.default_rng(seed)
+    shape = (*batch, LATENTS)
+    arrays = rng.normal(size=(*shape, DIM)), rng.normal(size=shape), rng.uniform(1, 9, size=shape)
+    return LatteState(*(jnp.asarray(x, jnp.float32) for x in arrays))
+
+
+def _segments(seq, batch=(2,)):
+    """Documents of one token, of three, of more than a chunk; another cut for each row."""
+    cuts = np.array([0, 1, 4, 5, 5 + CHUNK, 2 * CHUNK, 2 * CHUNK + 1])
+    rows = [np.searchsorted(cuts + row, np.arange(seq), side="right") for row in range(int(np.prod(batch)))]
+    return jnp.asarray(np.stack(rows).reshape(*batch, seq), jnp.int32)
+
+
+def _cotangents(seq, batch=(2,), seed=2):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(*batch, *shape)), jnp.float32)
+    return draw(seq, DIM), LatteState(draw(LATENTS, DIM), jnp.zeros((*batch, LATENTS)), draw(LATENTS))
+
+
+@cache
+def _runner(implementation, has_segments):
+    """Compiled values and cotangents of one implementation."""
+
+    def run(arrays, segment_ids, start, cotangents):
+        op = lambda arrays, start: latte_causal(
+            *arrays, segment_ids=segment_ids if has_segments else None, state=start, implementation=implementation
+        )
+        outputs, pull_back = jax.vjp(op, arrays, start)
+        return outputs, pull_back(cotangents)
+
+    return jax.jit(run)
+
+
+def _check_against_oracle(run, arrays, segment_ids, start, cotangents, value_error, gradient_error):
+    dy, dlast = cotangents
+    (y, last), (darrays, dstart) = run(arrays, segment_ids, start, cotangents)
+    for row in range(arrays[0].shape[0]):
+        inputs = [np.asarray(x[row], np.float64) for x in arrays]
+        begins = np.diff(segment_ids[row], prepend=segment_ids[row, 0]) != 0
+        state = oracle.Start(*(np.asarray(x[row], np.float64) for x in (start.average, start.peak, start.mass)))
+        scale = max(np.abs(inputs[2]).max(), np.abs(state.average).max())
+        want_y, averages, peaks, masses = oracle.forward(*inputs, begins, state)
+        np.testing.assert_allclose(y[row], want_y, rtol=0, atol=value_error * scale)
+        np.testing.assert_allclose(last.average[row], averages[-1], rtol=0, atol=value_error * scale)
+        np.testing.assert_allclose(last.mass[row], masses[-1], rtol=1e-5)
+        seen = masses[-1] > 0
+        np.testing.assert_array_equal(last.peak[row][seen], peaks[-1].astype(np.float32)[seen])
+
+        want = oracle.backward(*inputs, begins, state, dy[row], dlast.average[row], dlast.mass[row])
+        # The peak of an empty start is arbitrary, and with it the unit of its mass.
+        has_start = state.mass > 0
+        got = [x[row] for x in (*darrays, dstart.average)] + [np.where(has_start, dstart.mass[row], 0)]
+        assert np.isfinite(dstart.mass).all()
+        largest = max(np.abs(x).max() for x in want)
+        for name, g, w in zip(("weights", "keys", "values", "average", "mass"), got, want, strict=True):
+            assert np.isfinite(g).all(), name
+            np.testing.assert_allclose(g, w, rtol=0, atol=gradient_error * largest, err_msg=name)
+
+
+@pytest.mark.parametrize("has_segments", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("seq", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_parity(implementation, seq, has_segments):
+    """Values and every cotangent, all kinds of keys, from the empty state and from a given one."""
+    run = _runner(implementation, has_segments)
+    segment_ids = _segments(seq) if has_segments else jnp.zeros((2, seq), jnp.int32)
+    empty = LatteState.empty(2, latents=LATENTS, dim=DIM)
+    for kind in KEYS:
+        for start in (empty, _start()):
+            gradient_error = 2e-3 if kind == "jumps" else 2e-5
+            arrays = _inputs(kind, seq)
+            _check_against_oracle(run, arrays, segment_ids, start, _cotangents(seq), 5e-6, gradient_error)
+
+
+@pytest.mark.parametrize(("seq", "value_error"), [(1024, 5e-6), (4096, 2e-5)])
+@pytest.mark.parametrize("implementation", ["scan", "chunked"])
+def test_long_sequences(implementation, seq, value_error):
+    run = jax.jit(partial(latte_causal, implementation=implementation))
+    for kind in KEYS:
+        arrays = _inputs(kind, seq, batch=())
+        y, _ = run(*arrays)
+        some = np.arange(0, seq, 37)
+        want, *_ = oracle.forward(*arrays, np.zeros(seq, bool), oracle.empty_start(LATENTS, DIM), some)
+        error = value_error * np.abs(arrays[2]).max()
+        np.testing.assert_allclose(y[some], want[some], rtol=0, atol=error, err_msg=kind)
+
+
+@pytest.mark.parametrize("implementation", ["scan", "chunked"])
+def test_long_gradients(implementation):
+    seq = 1024
+    run = _runner(implementation, False)
+    segment_ids, empty = jnp.zeros((1, seq), jnp.int32), LatteState.empty(1, latents=LATENTS, dim=DIM)
+    for kind in ("normal", "wide", "jumps"):
+        arrays = _inputs(kind, seq, batch=(1,))
+        _check_against_oracle(run, arrays, segment_ids, empty, _cotangents(seq, batch=(1,)), 5e-6, 2e-3)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bfloat16_inputs(implementation):
+    """The sums are float32: only the inputs and the output are rounded."""
+    seq = 2 * CHUNK + 3
+    for kind in KEYS:
+        arrays = tuple(x.astype(jnp.bfloat16) for x in _inputs(kind, seq, batch=()))
+        y, state = jax.jit(partial(latte_causal, implementation=implementation))(*arrays)
+        assert y.dtype == jnp.bfloat16
+        assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+        exact = [np.asarray(x.astype(jnp.float32)) for x in arrays]
+        want, *_ = oracle.forward(*exact, np.zeros(seq, bool), oracle.empty_start(LATENTS, DIM))
+        np.testing.assert_allclose(y.astype(jnp.float32), want, rtol=0, atol=2e-2, err_msg=kind)
+        gradients = jax.jit(jax.grad(lambda *x: latte_causal(*x)[0].astype(jnp.float32).sum(), (0, 1, 2)))(*arrays)
+        assert all(g.dtype == jnp.bfloat16 and np.isfinite(g.astype(jnp.float32)).all() for g in gradients)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_packed_equals_separate(implementation):
+    """Bit for bit up to rounding, for documents of 1, 2, chunk and chunk + 7 tokens, values and gradients."""
+    lengths = [1, 2, CHUNK, CHUNK + 7]
+    seq = sum(lengths)
+    segment_ids = jnp.repeat(jnp.array([0, 3, 4, 9]), jnp.array(lengths), total_repeat_length=seq)
+    arrays, (dy, _) = _inputs("wide", seq, batch=()), _cotangents(seq, batch=())
+
+    def run(arrays, dy, segment_ids=None):
+        op = lambda *arrays: latte_causal(*arrays, segment_ids=segment_ids, implementation=implementation)[0]
+        y, pull_back = jax.vjp(op, *arrays)
+        return y, *pull_back(dy)
+
+    packed = jax.jit(run)(arrays, dy, segment_ids)
+    edges = np.cumsum([0, *lengths])
+    for first, end in pairwise(edges):
+        alone = jax.jit(run)(tuple(x[first:end] for x in arrays), dy[first:end])
+        for got, want in zip(packed, alone, strict=True):
+            np.testing.assert_allclose(got[first:end], want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("split", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 20])
+def test_pieces_equal_whole(implementation, split):
+    """The state carries values and gradients from piece to piece."""
+    arrays, cotangents = _inputs("normal", CHUNK + 20), _cotangents(CHUNK + 20)
+    op = partial(latte_causal, implementation=implementation)
+
+    def pieces(*arrays):
+        first, state = op(*(x[:, :split] for x in arrays))
+        second, state = op(*(x[:, split:] for x in arrays), state=state)
+        return jnp.concatenate([first, second], axis=1), state
+
+    whole_outputs, whole_gradients = jax.jit(lambda: _vjp(op, arrays, cotangents))()
+    piece_outputs, piece_gradients = jax.jit(lambda: _vjp(pieces, arrays, cotangents))()
+    for got, want in zip(jax.tree.leaves(piece_outputs), jax.tree.leaves(whole_outputs), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6)
+    for got, want in zip(piece_gradients, whole_gradients, strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+
+
+def _vjp(function, arguments, cotangents):
+    outputs, pull_back = jax.vjp(function, *arguments)
+    return outputs, pull_back(cotangents)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_start_peak_has_its_own_derivative(implementation):
+    """Raising the start's peak by a small number is the same as multiplying its mass by one plus that number."""
+    arrays, start = _inputs("normal", 9), _start()
+    loss = lambda state: latte_causal(*arrays, state=state, implementation=implementation)[0].sum()
+    gradient = jax.jit(jax.grad(loss))(start)
+    np.testing.assert_allclose(gradient.peak, gradient.mass * start.mass, rtol=1e-4, atol=1e-6)
+
+
+def test_constant_values_come_back():
+    weights, keys, values = _inputs("wide", 100)
+    weights = weights / weights.sum(-1, keepdims=True)
+    y, _ = jax.jit(latte_causal)(weights, keys, jnp.full_like(values, 2.5))
+    np.testing.assert_allclose(y, 2.5, rtol=1e-6)
+
+
+def test_empty_sequence_keeps_the_state():
+    start = _start()
+    arrays = _inputs("normal", 0)
+    for implementation in IMPLEMENTATIONS:
+        y, state = latte_causal(*arrays, state=start, implementation=implementation)
+        assert y.shape == (2, 0, DIM)
+        jax.tree.map(np.testing.assert_array_equal, state, start)
+
+
+def test_vmap_does_not_run_both_branches():
+    """A batch by `vmap` is the batch as a leading axis: the same values, and a true branch rather than a select."""
+    arrays = _inputs("jumps", 2 * CHUNK, batch=(3, 2))
+    loss = lambda *arrays: (latte_causal(*arrays)[0] ** 2).sum()
+    batched = lambda *arrays: jax.vmap(jax.grad(loss, (0, 1, 2)))(*arrays)
+    got, want = jax.jit(batched)(*arrays), jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
+    for g, w in zip(got, want, strict=True):
+        np.testing.assert_allclose(g, w, rtol=0, atol=1e-6 * np.abs(w).max())
+    lowered = jax.jit(batched).lower(*arrays).as_text()
+    assert lowered.count("stablehlo.case") == 2  # One in the forward pass, one in the backward pass.
+
+
+def test_ordinary_keys_take_the_fast_branch(monkeypatch):
+    """Falling back is for keys that rise by fifty and more inside a chunk, and only for their chunks."""
+    calls = []
+    read_tokens = chunked._read_tokens
+
+    def counting(*arguments):
+        jax.debug.callback(lambda: calls.append(1))
+        return read_tokens(*arguments)
+
+    monkeypatch.setattr(chunked, "_read_tokens", counting)
+    jax.block_until_ready(jax.jit(lambda *x: latte_causal(*x)[0])(*_inputs("normal", 4 * CHUNK)))
+    jax.effects_barrier()
+    assert not calls
+    weights, keys, values = _inputs("normal", 4 * CHUNK)
+    keys = keys.at[:, CHUNK + 5 :].add(80.0)
+    jax.block_until_ready(jax.jit(lambda *x: latte_causal(*x)[0])(weights, keys, values))
+    jax.effects_barrier()
+    assert len(calls) == 1
+
+
+def test_residuals_are_chunk_boundaries_only():
+    """Beyond its inputs, the forward pass keeps one state per chunk."""
+    seq = 8 * CHUNK
+    arrays = _inputs("normal", seq)
+    _, pull_back = jax.vjp(lambda *x: latte_causal(*x)[0], *arrays)
+    kept = sum(x.size for x in jax.tree.leaves(pull_back))
+    inputs, state = sum(x.size for x in arrays), 2 * LATENTS * (DIM + 2)
+    assert kept <= inputs + (seq // CHUNK + 1) * state + 8  # A few scalars.
+
+
+def test_inside_shard_map_checkpoint_and_layer_scan():
+    """As the trainer uses it: vmapped and checkpointed in a scan over layers, batch sharded over eight devices."""
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    arrays = _inputs("normal", CHUNK + 6, batch=(8,))
+    scales = jnp.array([1.0, 0.5, 2.0])
+
+    def loss(scales, weights, keys, values):
+        def layer(values, scale):
+            y, _ = jax.vmap(latte_causal)(weights, scale * keys, values)
+            return y, None
+
+        y, _ = jax.lax.scan(jax.checkpoint(layer), values, scales)
+        return (y**2).sum()
+
+    gradient = jax.grad(loss, (0, 1, 2, 3))
+    shard = PartitionSpec("data")
+    sharded = jax.shard_map(
+        gradient, mesh=mesh, in_specs=(PartitionSpec(), shard, shard, shard), out_specs=(PartitionSpec(), *[shard] * 3)
+    )
+    for got, want in zip(jax.jit(sharded)(scales, *arrays), jax.jit(gradient)(scales, *arrays), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def test_state_made_outside_shard_map_can_be_carried():
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    arrays = _inputs("normal", 7, batch=(8,))
+    op = lambda *arrays: latte_causal(*arrays, state=LatteState.empty(1, latents=LATENTS, dim=DIM))[0]
+    sharded = jax.shard_map(op, mesh=mesh, in_specs=PartitionSpec("data"), out_specs=PartitionSpec("data"))
+    np.testing.assert_allclose(jax.jit(sharded)(*arrays), jax.jit(latte_causal)(*arrays)[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "jumps", "equal", "padded", "all padded"])
+def test_bidirectional_is_causal_at_the_last_token(kind):
+    arrays = _inputs(kind, 50)
+    want, _ = latte_causal(*arrays, implementation="reference")
+    got = jax.jit(latte_bidirectional)(*arrays)
+    np.testing.assert_allclose(got[:, -1], want[:, -1], atol=5e-6)
+    gradients = jax.jit(jax.grad(lambda *x: latte_bidirectional(*x).sum(), (0, 1, 2)))(*arrays)
+    assert all(np.isfinite(g).all() for g in gradients)
+
+
+def test_bidirectional_mask_and_documents():
+    """Masked positions change nothing for the others; packed documents are as they are alone, gradients included."""
+    weights, keys, values = arrays = _inputs("wide", 30, batch=())
+    alone = [jax.jit(latte_bidirectional)(*(x[part] for x in arrays)) for part in (np.s_[:1], np.s_[1:12], np.s_[12:])]
+    segment_ids = jnp.repeat(jnp.array([2, 5, 6]), jnp.array([1, 11, 18]), total_repeat_length=30)
+    packed = jax.jit(latte_bidirectional)(*arrays, segment_ids=segment_ids)
+    np.testing.assert_allclose(packed, jnp.concatenate(alone), rtol=0, atol=5e-6)
+    gradient = lambda **how: jax.jit(jax.grad(lambda *x: (latte_bidirectional(*x, **how)[12:] ** 2).sum(), (0, 1, 2)))
+    own = jax.jit(jax.grad(lambda *x: (latte_bidirectional(*x) ** 2).sum(), (0, 1, 2)))(*(x[12:] for x in arrays))
+    for how in ({"segment_ids": segment_ids}, {"mask": jnp.arange(30) >= 12}):
+        for got, want in zip(gradient(**how)(weights, keys, values), own, strict=True):
+            np.testing.assert_allclose(got[12:], want, rtol=0, atol=1e-5 * np.abs(want).max())
+            np.testing.assert_array_equal(got[:12], 0)
+
+
+@pytest.mark.parametrize("kind", ["normal", "jumps", "padded", "equal"])
+def test_linear_attention_is_the_normalised_sum(kind):
+    """Against the quotient of sums, in float64, packed and from a start state."""
+    queries = 2 * _inputs("normal", 70, seed=5)[1]
+    _, keys, values = _inputs(kind, 70)
+    segment_ids = jnp.repeat(jnp.arange(3), jnp.array([1, 20, 49]), total_repeat_length=70)
+    y, _ = jax.jit(linear_attention)(queries, keys, values, segment_ids=segment_ids)
+    for row in range(2):
+        for t in range(70):
+            first = [0, 1, 21][int(segment_ids[t])]
+            logits = np.asarray(queries[row, t][None], np.float64) + np.asarray(keys[row, first : t + 1], np.float64)
+            logits -= max(logits.max(), -1e300)
+            weights = np.exp(logits).sum(1)
+            want = weights @ np.asarray(values[row, first : t + 1], np.float64) / max(weights.sum(), 1e-300)
+            np.testing.assert_allclose(y[row, t], want, rtol=0, atol=5e-6 * np.abs(values).max(), err_msg=f"{t}")
+    first, state = linear_attention(queries[:, :30], keys[:, :30], values[:, :30])
+    second, _ = linear_attention(queries[:, 30:], keys[:, 30:], values[:, 30:], state=state)
+    whole, _ = linear_attention(queries, keys, values)
+    np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), whole, atol=5e-6)
+    gradients = jax.jit(jax.grad(lambda *x: linear_attention(*x)[0].sum(), (0, 1, 2)))(queries, keys, values)
+    assert all(np.isfinite(g).all() for g in gradients)

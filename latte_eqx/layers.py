@@ -47,11 +47,11 @@ class BlockLinear(eqx.Module):
 
     def __call__(self, x: Float[Array, "seq inputs"]) -> Float[Array, "seq outputs"]:
         """Map each token."""
-        blocks = x.reshape(x.shape[0], self.weight.shape[0], -1)
+        blocks = x.reshape(x.shape[0], *self.weight.shape[:2])
         y = jnp.einsum("sbi,bio->sbo", blocks, self.weight)
         if self.bias is not None:
             y += self.bias[None]
-        return y.reshape(x.shape[0], -1)
+        return y.reshape(x.shape[0], y.shape[1] * y.shape[2])
 
 
 class CausalConv(eqx.Module):

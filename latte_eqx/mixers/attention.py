@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from latte_eqx.layers import linear, rotary
-from latte_eqx.mixers.latents import document_ids, join_heads, split_heads
+from latte_eqx.mixers.latents import join_heads, split_heads
 from latte_eqx.ops import window_attention
 
 
@@ -67,8 +67,7 @@ class Window(eqx.Module):
     ) -> Float[Array, "heads seq head_dim"]:
         """Attend inside a whole sequence; tokens where `mask` is false are not seen."""
         queries, keys = self._project(x, jnp.arange(x.shape[0]))
-        ids = document_ids(segment_ids, mask)
-        return self._attend(queries, keys, values, segment_ids=ids, key_mask=mask)
+        return self._attend(queries, keys, values, segment_ids=segment_ids, key_mask=mask)
 
     def init_state(self) -> WindowState:
         """Return the empty cache."""

@@ -1,6 +1,6 @@
 """Where the latent logits come from."""
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import equinox as eqx
 import jax
@@ -93,7 +93,7 @@ class Latents(eqx.Module):
         self,
         x: Float[Array, "seq dim"],
         segment_ids: Int[Array, " seq"] | None = None,
-        state: PyTree | None = None,
+        state: Any = None,
     ) -> tuple[Float[Array, "heads seq queries"], Float[Array, "heads seq latents"], PyTree]:
         """Return queries, keys, and the feed's state if one came in."""
         if self.feed is not None and state is None:
@@ -120,12 +120,12 @@ class Latents(eqx.Module):
 
 def split_heads(x: Float[Array, "seq width"], num_heads: int) -> Float[Array, "heads seq dim"]:
     """Cut the channels into heads."""
-    return x.reshape(x.shape[0], num_heads, -1).swapaxes(0, 1)
+    return x.reshape(x.shape[0], num_heads, x.shape[1] // num_heads).swapaxes(0, 1)
 
 
 def join_heads(x: Float[Array, "heads seq dim"]) -> Float[Array, "seq width"]:
     """Put the heads side by side again."""
-    return x.swapaxes(0, 1).reshape(x.shape[1], -1)
+    return x.swapaxes(0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2])
 
 
 def document_ids(segment_ids: Int[Array, " seq"] | None, mask: Bool[Array, " seq"] | None) -> Int[Array, " seq"] | None:

@@ -26,7 +26,7 @@ class Macchiato(eqx.Module):
 
     per head, where $p(\cdot|t)$ is one softmax over `num_latents / num_heads + 1` states, and all states share values
     and output map: before that map, every output is a convex combination of values. The latent logits come from a
-    feed; the window reads the tokens themselves. `window_bias` starts a learned per-head bias on state 0 at that number.
+    feed; the window reads the tokens themselves. `window_bias` starts a learned bias of state 0.
 
     With `causal=False` the window looks both ways and the latents average the whole document.
     """

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from latte_eqx.blocks import MacchiatoBlock, make_norm
-from latte_eqx.layers import INIT_STD
+from latte_eqx.layers import INIT_STD, BlockLinear
 from latte_eqx.models.config import ModelConfig, make_block
 
 
@@ -67,7 +67,8 @@ def _rescale(block: MacchiatoBlock, config: ModelConfig) -> MacchiatoBlock:
     What is added to the residual stream is scaled down by sqrt(2 num_layers), since so many terms add up. `"lecun"`
     instead gives every matrix a variance of one over its inputs.
     """
-    is_linear = lambda x: isinstance(x, eqx.nn.Linear)
+    # Of the block-diagonal layers, those with a bias are gates and keep the start that suits them.
+    is_linear = lambda x: isinstance(x, eqx.nn.Linear) or (isinstance(x, BlockLinear) and x.bias is None)
     if config.init == "lecun":
 
         def to_lecun(x):

@@ -27,9 +27,9 @@ class Sampler:
     sum.
     """
 
-    temperature: float = 1.0
+    temperature: float | int = 1.0
     top_k: int | None = None
-    top_p: float | None = None
+    top_p: float | int | None = None
 
     def __post_init__(self):
         if not self.temperature >= 0:
@@ -80,9 +80,9 @@ def generate(
     *,
     max_new_tokens: int,
     key: PRNGKeyArray,
-    temperature: float = 1.0,
+    temperature: float | int = 1.0,
     top_k: int | None = None,
-    top_p: float | None = None,
+    top_p: float | int | None = None,
     stop_token: int | None = None,
     on_token: Callable[[np.ndarray], None] | None = None,
 ) -> Int[np.ndarray, " new"] | Int[np.ndarray, "batch new"]:

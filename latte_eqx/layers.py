@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from latte_eqx.ops.segments import count_segments
+
 # Every matrix starts as Normal(0, INIT_STD^2); models rescale some of them.
 INIT_STD = 0.02
 
@@ -36,7 +38,7 @@ class BlockLinear(eqx.Module):
         std: float = INIT_STD,
         key: PRNGKeyArray,
     ):
-        if in_features % num_blocks or out_features % num_blocks:
+        if num_blocks < 1 or in_features % num_blocks or out_features % num_blocks:
             raise ValueError(
                 f"`num_blocks` must divide `in_features` and `out_features`, "
                 f"got {num_blocks=}, {in_features=}, {out_features=}."
@@ -88,6 +90,8 @@ class CausalConv(eqx.Module):
 
     def _mix(self, x, state, segment_ids):
         past, seq = state.shape[0], x.shape[0]
+        if segment_ids is not None:
+            segment_ids = count_segments(segment_ids, (seq,))
         padded = jnp.concatenate([state.astype(x.dtype), x])
         y = jnp.broadcast_to(self.bias[None], x.shape)
         for lag, tap in enumerate(self.weight):

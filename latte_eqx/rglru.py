@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from latte_eqx.layers import BlockLinear
 from latte_eqx.ops import linear_scan
+from latte_eqx.ops.segments import count_segments, segment_starts
 
 # The recurrence gate works on the exponent: decay = decay_at_full_gate ** (EXPONENT * gate).
 EXPONENT = 8.0
@@ -63,8 +64,9 @@ class RGLRU(eqx.Module):
         return self._mix(x, state, None)
 
     def _mix(self, x, state, segment_ids):
-        starts = jnp.zeros(x.shape[0], bool) if segment_ids is None else _changes(segment_ids)
-        starts |= (jnp.arange(x.shape[0]) == 0) & state.is_empty
+        starts = (jnp.arange(x.shape[0]) == 0) & state.is_empty
+        if segment_ids is not None:
+            starts |= segment_starts(count_segments(segment_ids, (x.shape[0],)))
         starts = starts[:, None]
 
         inputs = x.astype(jnp.float32)
@@ -76,10 +78,6 @@ class RGLRU(eqx.Module):
         log_decay = jnp.where(starts, -jnp.inf, log_decay)
         y, hidden = linear_scan(log_decay, factor * input_gate * inputs, state=state.hidden)
         return y.astype(x.dtype), RGLRUState(hidden, state.is_empty & (x.shape[0] == 0))
-
-
-def _changes(segment_ids):
-    return jnp.diff(segment_ids, prepend=segment_ids[:1]) != 0
 
 
 @jax.custom_jvp

@@ -65,7 +65,7 @@ class Latents(eqx.Module):
             raise ValueError(f"`feed` must be None or one of {get_args(Feed)}, got {feed!r}.")
         if latent_proj not in get_args(LatentProjection):
             raise ValueError(f"`latent_proj` must be one of {get_args(LatentProjection)}, got {latent_proj!r}.")
-        if dim % num_heads or num_latents % num_heads or num_latents < 1:
+        if num_heads < 1 or dim % num_heads or num_latents % num_heads or num_latents < 1:
             raise ValueError(
                 f"`num_heads` must divide `dim` and `num_latents`, got {num_heads=}, {dim=}, {num_latents=}."
             )

@@ -4,7 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
+
+from latte_eqx.ops.validation import check_broadcasts
 
 
 def count_segments(segment_ids: Int[Array, "..."], shape: tuple[int, ...]) -> Int[Array, "..."]:
@@ -15,14 +17,16 @@ def count_segments(segment_ids: Int[Array, "..."], shape: tuple[int, ...]) -> In
     """
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"`segment_ids` must have an integer dtype, got {segment_ids.dtype}.")
-    segment_ids = segment_ids.reshape((1,) * (len(shape) - segment_ids.ndim) + segment_ids.shape)
-    sizes_fit = all(got in (1, want) for got, want in zip(segment_ids.shape[:-1], shape[:-1], strict=False))
-    if segment_ids.ndim != len(shape) or segment_ids.shape[-1] != shape[-1] or not sizes_fit:
-        raise ValueError(f"`segment_ids` must broadcast to the shape (*batch, seq) = {shape}, got {segment_ids.shape}.")
+    check_broadcasts("segment_ids", segment_ids, shape)
+    segment_ids = jnp.expand_dims(segment_ids, range(len(shape) - segment_ids.ndim))
     if not isinstance(segment_ids, Tracer) and np.any(np.diff(np.asarray(segment_ids)) < 0):
         raise ValueError("`segment_ids` must not decrease along the sequence, got a later number that is smaller.")
-    changes = jnp.diff(segment_ids, prepend=segment_ids[..., :1]) != 0
-    return jnp.cumsum(changes, axis=-1, dtype=jnp.int32)
+    return jnp.cumsum(segment_starts(segment_ids), axis=-1, dtype=jnp.int32)
+
+
+def segment_starts(segment_ids: Int[Array, "*batch seq"]) -> Bool[Array, "*batch seq"]:
+    """Tell which tokens begin a document; the first token of all continues what was before it."""
+    return jnp.diff(segment_ids, prepend=segment_ids[..., :1]) != 0
 
 
 def positions_in_segments(segment_ids: Int[Array, " seq"] | None, seq: int) -> Int[Array, " seq"]:
@@ -30,5 +34,4 @@ def positions_in_segments(segment_ids: Int[Array, " seq"] | None, seq: int) -> I
     index = jnp.arange(seq)
     if segment_ids is None:
         return index
-    starts = jnp.diff(segment_ids, prepend=segment_ids[:1]) != 0
-    return index - lax.cummax(jnp.where(starts, index, 0))
+    return index - lax.cummax(jnp.where(segment_starts(segment_ids), index, 0))

@@ -7,7 +7,7 @@ from jaxtyping import Array, Bool, Float, Int
 from latte_eqx.ops.latte.causal import latte_causal
 from latte_eqx.ops.latte.undirected import running_mass
 from latte_eqx.ops.segments import count_segments
-from latte_eqx.ops.validation import check_floating, check_shape
+from latte_eqx.ops.validation import check_floating, check_mask, check_shape
 
 LOWEST = jnp.finfo(jnp.float32).min
 
@@ -35,6 +35,7 @@ def latte_bidirectional(
     check_shape("values", values, (*keys.shape[:-1], None), "that of `keys` but for the last axis")
     logits = keys.astype(jnp.float32)
     if mask is not None:
+        check_mask("mask", mask, keys.shape[:-1])
         logits = jnp.where(jnp.broadcast_to(mask, keys.shape[:-1])[..., None], logits, -jnp.inf)
     if keys.shape[-2] == 0:
         return values

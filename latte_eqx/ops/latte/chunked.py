@@ -248,10 +248,11 @@ def _divide(x, mass):
 
 
 def _matmul(sees, x):
-    """`sees @ x`; as one large product where all rows share one `sees`."""
+    """`sees @ x`; as one large product where all rows share one `sees`. A sum of masses must be a float32 sum."""
     if sees.size == sees.shape[-1] ** 2:
-        return jnp.einsum("ts,...sl->...tl", sees.reshape(sees.shape[-2:]), x)
-    return sees @ x
+        sees = sees.reshape(sees.shape[-2:])
+        return jnp.einsum("ts,...sl->...tl", sees, x, precision=lax.Precision.HIGHEST)
+    return jnp.matmul(sees, x, precision=lax.Precision.HIGHEST)
 
 
 def _sum_tokens(x, y):

@@ -5,6 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.latte.state import LOWEST, LatteState
+from latte_eqx.ops.segments import segment_starts
 
 
 def latte_causal(
@@ -20,8 +21,7 @@ def latte_causal(
     arrays = tuple(jnp.moveaxis(x.astype(jnp.float32), -2, 0) for x in (weights, keys, values))
     starts = None
     if segment_ids is not None:
-        starts = jnp.diff(segment_ids, prepend=segment_ids[..., :1]) != 0
-        starts = jnp.moveaxis(starts, -1, 0)[..., None]
+        starts = jnp.moveaxis(segment_starts(segment_ids), -1, 0)[..., None]
 
     def read(state: LatteState, token):
         (weight, key, value), start = token

@@ -9,7 +9,8 @@ from latte_eqx.ops.dispatch import Implementation
 from latte_eqx.ops.latte.causal import latte_causal
 from latte_eqx.ops.latte.state import LatteState, empty_like
 from latte_eqx.ops.linear_scan import linear_scan
-from latte_eqx.ops.segments import count_segments
+from latte_eqx.ops.segments import count_segments, segment_starts
+from latte_eqx.ops.validation import check_floating, check_shape
 
 
 def linear_attention(
@@ -28,6 +29,8 @@ def linear_attention(
     This is `latte_causal` with weights $\mathrm{softmax}_l(q_{tl} + \log \sum_{s \le t} e^{k_{sl}})$: where Latte's
     token picks a latent by its query alone, here heavy latents draw more. The arguments are those of `latte_causal`.
     """
+    check_floating(queries=queries, keys=keys)
+    check_shape("queries", queries, keys.shape, "that of `keys`")
     peak, mass = running_mass(keys, segment_ids, state)
     # Peaks are compared before anything small is added to them: sums with large peaks would lose it.
     relative = peak - peak.max(axis=-1, keepdims=True)
@@ -48,8 +51,7 @@ def running_mass(
         state = empty_like(keys, keys[..., :0])
     starts = jnp.zeros((*[1] * (keys.ndim - 2), keys.shape[-2]), bool)
     if segment_ids is not None:
-        counts = count_segments(segment_ids, keys.shape[:-1])
-        starts = jnp.diff(counts, prepend=counts[..., :1]) != 0
+        starts = segment_starts(count_segments(segment_ids, keys.shape[:-1]))
     starts = jnp.broadcast_to(starts[..., None], keys.shape)
 
     before = state.peak[..., None, :]

@@ -7,6 +7,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from latte_eqx.ops.dispatch import Implementation, select
 from latte_eqx.ops.segments import count_segments
+from latte_eqx.ops.validation import check_broadcasts, check_mask
 from latte_eqx.ops.window_attention.chunked import chunked
 from latte_eqx.ops.window_attention.reference import reference
 
@@ -113,14 +114,7 @@ def check_arrays(
         raise ValueError(f"`keys` must have past + seq positions, got {source=}, {past=}, {seq=}.")
     if segment_ids is not None and past:
         raise ValueError(f"`segment_ids` must be None with past > 0, pieces being of one document, got {past=}.")
-    for name, x, length in (("segment_ids", segment_ids, seq), ("key_mask", key_mask, source)):
-        if x is not None and not fits(x.shape, (*batch, length)):
-            raise ValueError(
-                f"`{name}` must have {length} positions and batch axes that broadcast to {batch}, got {x.shape}."
-            )
-
-
-def fits(shape: tuple[int, ...], target: tuple[int, ...]) -> bool:
-    """Tell whether only batch axes of `shape` need broadcasting to give `target`."""
-    pairs = zip(shape[-2::-1], target[-2::-1], strict=False)
-    return 1 <= len(shape) <= len(target) and shape[-1] == target[-1] and all(have in (1, want) for have, want in pairs)
+    if segment_ids is not None:
+        check_broadcasts("segment_ids", segment_ids, (*batch, seq))
+    if key_mask is not None:
+        check_mask("key_mask", key_mask, (*batch, source))

@@ -1,4 +1,7 @@
-"""Test settings: eight CPU devices, strict promotion, and a compilation cache that survives between runs."""
+"""Test settings: eight CPU devices, strict promotion, and a compilation cache that survives between runs.
+
+The tests compile much and run little, so most of XLA's optimizations are off; `LATTE_EQX_OPTIMIZE=1` turns them on.
+"""
 
 import os
 import tempfile
@@ -8,6 +11,11 @@ import pytest
 
 CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "latte_eqx_jax_cache"))
 
+if not os.environ.get("LATTE_EQX_OPTIMIZE"):
+    jax.config.update("jax_disable_most_optimizations", True)
+    # By far the slowest part of the compiler where it can be left out; later versions do not know the flag.
+    if jax.__version_info__ < (0, 11):
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -20,3 +28,10 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 @pytest.fixture
 def key():
     return jax.random.key(20251201)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_programs():
+    """Thousands of compiled programs in one process exhaust the memory maps that Linux allows it."""
+    yield
+    jax.clear_caches()

@@ -67,6 +67,12 @@ def test_the_key_decides(model, key):
     assert (draw(key) != draw(jax.random.key(1))).any()
 
 
+def test_every_step_draws_anew(model, key):
+    """So hot that all tokens are equally likely, one draw for all steps would repeat itself."""
+    tokens = generate(model, PROMPTS[0], max_new_tokens=30, key=key, temperature=1e6)
+    assert len(set(tokens.tolist())) > 12
+
+
 PROBABILITIES = np.array([0.4, 0.05, 0.25, 0.1, 0.2])
 
 

@@ -151,7 +151,7 @@ def test_the_future_does_not_leak(name, seen):
     y, (parameters, gradient) = run(whole, mixer, X, cotangent)
     changed_y, (changed_parameters, changed_gradient) = run(whole, mixer, jnp.where(past, X, OTHER), cotangent)
     assert_near(changed_y[:seen], y[:seen], 1e-6)
-    assert_same((y[:seen], (changed_parameters, changed_gradient)), (y[:seen], (parameters, gradient)))
+    assert_same((changed_y[:seen], (changed_parameters, changed_gradient)), (y[:seen], (parameters, gradient)))
     np.testing.assert_array_equal(gradient[seen:], 0)
     np.testing.assert_array_equal(changed_gradient[seen:], 0)
 

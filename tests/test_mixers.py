@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from latte_eqx import SWA, FullAttention, LatteBidir, LatteCausal, Macchiato
+from latte_eqx.mixers.latents import BothWays
 from tests.test_mixer_contract import assert_near, draw, moved
 
 DIM, HEADS, LATENTS, WINDOW, LENGTH = 16, 2, 8, 6, 40
@@ -208,6 +209,12 @@ def test_per_head_latents_read_their_own_head():
     shares, changed_shares = mixer.shares(X), mixer.shares(changed)
     np.testing.assert_array_equal(shares[0], changed_shares[0])
     assert np.abs(shares[1] - changed_shares[1]).max() > 1e-2
+
+
+def test_both_ways_is_the_average_of_two_recurrences():
+    feed = build(partial(BothWays, DIM, HEADS))
+    expected = (call(feed.forward, X) + call(feed.backward, X[::-1])[::-1]) / 2
+    assert_near(call(feed, X), expected, 1e-6)
 
 
 def test_soft_cap_bounds_the_logits():

@@ -280,18 +280,26 @@ def test_backward_pass_keeps_only_h(implementation):
 @pytest.mark.parametrize(
     ("changed", "error", "message"),
     [
-        ({"log_decay": np.zeros((2, 4, 3), np.int32)}, TypeError, "`log_decay` must have a floating dtype, got int32"),
-        ({"inputs": np.zeros((2, 4, 3), bool)}, TypeError, "`inputs` must have a floating dtype, got bool"),
-        ({"state": np.zeros((2, 3), np.int32)}, TypeError, "`state` must have a floating dtype, got int32"),
-        ({"log_decay": np.zeros((2, 5, 3))}, ValueError, r"`log_decay` must have the shape .*\(2, 4, 3\), got \(2, 5"),
-        ({"log_decay": np.zeros((4, 3))}, ValueError, r"`log_decay` must have the shape .*\(2, 4, 3\), got \(4, 3\)"),
+        (
+            {"log_decay": np.zeros((2, 4, 3), np.int32)},
+            TypeError,
+            "`log_decay` must have a floating-point dtype, got int32",
+        ),
+        ({"inputs": np.zeros((2, 4, 3), bool)}, TypeError, "`inputs` must have a floating-point dtype, got bool"),
+        ({"state": np.zeros((2, 3), np.int32)}, TypeError, "`state` must have a floating-point dtype, got int32"),
+        (
+            {"log_decay": np.zeros((2, 5, 3))},
+            ValueError,
+            r"`log_decay` must have the shape \(2, 4, 3\), .*, got \(2, 5",
+        ),
+        ({"log_decay": np.zeros((4, 3))}, ValueError, r"`log_decay` must have the shape \(2, 4, 3\), .*, got \(4, 3\)"),
         (
             {"inputs": np.zeros(3), "log_decay": np.zeros(3)},
             ValueError,
             r"`inputs` must have the axes .*got shape \(3,",
         ),
-        ({"state": np.zeros((2, 4, 3))}, ValueError, r"`state` must have the shape .*\(2, 3\), got \(2, 4, 3\)"),
-        ({"state": np.zeros(3)}, ValueError, r"`state` must have the shape .*\(2, 3\), got \(3,\)"),
+        ({"state": np.zeros((2, 4, 3))}, ValueError, r"`state` must have the shape \(2, 3\), .*, got \(2, 4, 3\)"),
+        ({"state": np.zeros(3)}, ValueError, r"`state` must have the shape \(2, 3\), .*, got \(3,\)"),
         (
             {"implementation": "pallas"},
             ValueError,

@@ -169,7 +169,8 @@ def test_packed_equals_separate(key, implementation, causal):
     pieces = [np.split(x, np.cumsum(lengths)[:-1], axis=-2) for x in arrays]
     separate = [value_and_grads(*map(jnp.asarray, piece), **settings) for piece in zip(*pieces, strict=True)]
     for whole, *parts in zip((output, *grads), *((output, *grads) for output, grads in separate), strict=True):
-        atol = 1e-6 * np.max(np.abs(whole))
+        # A few roundings apart: the same sums, of up to thirty terms, in another order.
+        atol = 2e-6 * np.max(np.abs(whole))
         np.testing.assert_allclose(whole, np.concatenate(parts, axis=-2), rtol=0, atol=atol)
 
 
@@ -372,10 +373,10 @@ def test_bad_settings(key, settings, error, message):
             ValueError,
             "`segment_ids` must be None with past > 0",
         ),
-        ({"segment_ids": jnp.zeros(5, int)}, ValueError, "`segment_ids` must have 6 positions"),
-        ({"segment_ids": jnp.zeros((3, 6), int)}, ValueError, "`segment_ids` must have 6 positions"),
-        ({"segment_ids": jnp.zeros((1, 2, 6), int)}, ValueError, "`segment_ids` must have 6 positions"),
-        ({"key_mask": jnp.ones((2, 1), bool)}, ValueError, "`key_mask` must have 6 positions"),
+        ({"segment_ids": jnp.zeros(5, int)}, ValueError, "`segment_ids` must broadcast to"),
+        ({"segment_ids": jnp.zeros((3, 6), int)}, ValueError, "`segment_ids` must broadcast to"),
+        ({"segment_ids": jnp.zeros((1, 2, 6), int)}, ValueError, "`segment_ids` must broadcast to"),
+        ({"key_mask": jnp.ones((2, 1), bool)}, ValueError, "`key_mask` must broadcast to"),
     ],
 )
 def test_bad_arrays(changes, error, message):

@@ -14,7 +14,7 @@ from latte_eqx.ops.latte import chunked
 from latte_eqx.ops.latte.causal import IMPLEMENTATIONS
 from tests.ops import latte_oracle as oracle
 
-CHUNK = chunked.CHUNK
+BLOCK, CHUNK = chunked.BLOCK, chunked.CHUNK
 LATENTS, DIM = 4, 5
 KEYS = {
     "normal": lambda rng, shape: rng.normal(size=shape),
@@ -50,8 +50,8 @@ def _start(batch=(2,), seed=1):
 
 
 def _segments(seq, batch=(2,)):
-    """Documents of one token, of three, of more than a chunk; another cut for each row."""
-    cuts = np.array([0, 1, 4, 5, 5 + CHUNK, 2 * CHUNK, 2 * CHUNK + 1])
+    """Documents of one token, of three, of a block, of a chunk; another cut for each row."""
+    cuts = np.array([0, 1, 4, 5, 5 + BLOCK, 5 + BLOCK + CHUNK, 2 * CHUNK, 2 * CHUNK + 1])
     rows = [np.searchsorted(cuts + row, np.arange(seq), side="right") for row in range(int(np.prod(batch)))]
     return jnp.asarray(np.stack(rows).reshape(*batch, seq), jnp.int32)
 
@@ -103,7 +103,7 @@ def _check_against_oracle(run, arrays, segment_ids, start, cotangents, value_err
 
 
 @pytest.mark.parametrize("has_segments", [False, True], ids=["one document", "packed"])
-@pytest.mark.parametrize("seq", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
+@pytest.mark.parametrize("seq", [1, BLOCK - 1, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_parity(implementation, seq, has_segments):
     """Values and every cotangent, all kinds of keys, from the empty state and from a given one."""

@@ -6,11 +6,14 @@ Inside a chunk all masses are taken relative to one reference, the largest key $
     Z_t = sum_{s<=t} E_s + a  the mass seen by token t; a is the state's
     p_t = w_t / Z_t           so that y_t = sum_{s<=t} (p_t . E_s) v_s + p_t (a S)
 
-which is two small matrix products. It is exact while every Z_t is far above the smallest float. Where keys rise so
-steeply that one is not, the chunk is read token by token instead; no model in its right mind pays for that, and no key
-breaks it. The backward pass keeps the states between chunks and recomputes the rest.
+A chunk is cut into blocks. The sum over the tokens of the own block is a product of small square matrices; the rest,
+all earlier blocks and the state, is one sum per block that its tokens share. It is exact while every Z_t is far above
+the smallest float. Where keys rise so steeply that one is not, the chunk is read token by token instead: ordinary keys
+never pay for that, and no key breaks it. The backward pass keeps the states between chunks and recomputes the rest.
 """
 
+from functools import partial
+from math import ceil
 from typing import NamedTuple
 
 import jax
@@ -22,7 +25,10 @@ from latte_eqx.ops.batching import leading_vmap
 from latte_eqx.ops.latte import scan
 from latte_eqx.ops.latte.state import LOWEST, LatteState
 
-CHUNK = 32
+# Tokens in a block, and the most blocks in a chunk. Blocks trade square products against sums per block; more blocks in
+# a chunk make for fewer and larger operations, as long as they stay in cache.
+BLOCK, BLOCKS = 32, 4
+CHUNK = BLOCK * BLOCKS
 # A token whose mass falls below this is e^50 under its chunk's reference: terms that matter to it might underflow.
 SMALLEST_MASS = 2e-22
 
@@ -38,208 +44,258 @@ def latte_causal(
     seq = keys.shape[-2]
     if seq == 0:
         return values, state
-    padding = -seq % min(CHUNK, seq)
+    block, blocks, chunks = _plan(seq)
+    padding = block * blocks * chunks - seq
     pad = lambda x, **how: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)], **how)
     # A padded token weighs nothing and belongs to the last document, so it leaves the state as it is.
     keys = pad(keys, constant_values=-jnp.inf)
     if segment_ids is not None:
         segment_ids = pad(segment_ids[..., None], mode="edge")[..., 0]
-    y, state = _latte_causal(pad(weights), keys, pad(values), segment_ids, state)
+    y, state = _latte_causal(pad(weights), keys, pad(values), segment_ids, state, (block, blocks))
     return y[..., :seq, :], state
 
 
-@jax.custom_vjp
-def _latte_causal(weights, keys, values, segment_ids, state):
-    y, state, _ = _forward(weights, keys, values, segment_ids, state)
+def _plan(seq: int) -> tuple[int, int, int]:
+    """Return the tokens in a block, the blocks in a chunk, and the chunks, with little to pad."""
+    block = min(BLOCK, seq)
+    all_blocks = ceil(seq / block)
+    chunks = ceil(all_blocks / BLOCKS)
+    return block, ceil(all_blocks / chunks), chunks
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _latte_causal(weights, keys, values, segment_ids, state, shape):
+    y, state, _ = _forward(shape)(weights, keys, values, segment_ids, state)
     return y, state
 
 
-def _save(weights, keys, values, segment_ids, state):
-    y, state, boundaries = _forward(weights, keys, values, segment_ids, state)
+def _save(weights, keys, values, segment_ids, state, shape):
+    y, state, boundaries = _forward(shape)(weights, keys, values, segment_ids, state)
     return (y, state), (weights, keys, values, segment_ids, state, boundaries)
 
 
-def _restore(residuals, cotangents):
-    dy, dstate = cotangents
-    return _backward(*residuals, dy, dstate)
+def _restore(shape, residuals, cotangents):
+    return _backward(shape)(*residuals, *cotangents)
 
 
 _latte_causal.defvjp(_save, _restore)
 
 
-@leading_vmap
-def _forward(weights, keys, values, segment_ids, state):
-    """Return the outputs, the last state, and the states before each chunk."""
-    size = min(CHUNK, keys.shape[-2])
+def _forward(shape):
+    """Return the forward pass for chunks of a shape: the outputs, the last state, and the states before each chunk."""
 
-    def read(carry, index):
-        state, y = carry
-        chunk = _chunk(weights, keys, values, segment_ids, state, index, size)
-        new_y, after = lax.cond(chunk.is_safe(), lambda: _read_chunk(chunk), lambda: _read_tokens(*chunk.arrays()))
-        return (after, _put(y, new_y, index)), state
+    @leading_vmap
+    def run(weights, keys, values, segment_ids, state):
+        def read(carry, index):
+            state, y = carry
+            chunk = _chunk(weights, keys, values, segment_ids, state, index, shape)
+            new_y, after = lax.cond(chunk.is_safe(), lambda: _read_chunk(chunk), lambda: _read_tokens(chunk))
+            return (after, _put(y, new_y, index)), state
 
-    (state, y), boundaries = lax.scan(read, (state, jnp.zeros_like(values)), jnp.arange(keys.shape[-2] // size))
-    return y, state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, keys.ndim - 2), boundaries)
+        steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1]))
+        (state, y), boundaries = lax.scan(read, (state, jnp.zeros_like(values)), steps)
+        return y, state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, keys.ndim - 2), boundaries)
+
+    return run
 
 
-@leading_vmap
-def _backward(weights, keys, values, segment_ids, state, boundaries, dy, dstate):
-    """Return the cotangents of the arguments, from the last chunk to the first."""
-    size = min(CHUNK, keys.shape[-2])
+def _backward(shape):
+    """Return the backward pass: the cotangents of the arguments, from the last chunk to the first."""
 
-    def unread(carry, step):
-        dafter, after, gradients = carry
-        index, before = step
-        chunk = _chunk(weights, keys, values, segment_ids, before, index, size)
-        cotangents = _slice(dy, index, size), dafter
-        new, dbefore = lax.cond(
-            chunk.is_safe(),
-            lambda: _unread_chunk(chunk, after, *cotangents),
-            lambda: _unread_tokens(chunk, *cotangents),
-        )
-        return (dbefore, before, tuple(map(_put, gradients, new, (index,) * 3))), None
+    @leading_vmap
+    def run(weights, keys, values, segment_ids, state, boundaries, dy, dstate):
+        def unread(carry, step):
+            dafter, after, gradients = carry
+            index, before = step
+            chunk = _chunk(weights, keys, values, segment_ids, before, index, shape)
+            cotangents = _slice(dy, index, shape), dafter
+            new, dbefore = lax.cond(
+                chunk.is_safe(),
+                lambda: _unread_chunk(chunk, after, *cotangents),
+                lambda: _unread_tokens(chunk, *cotangents),
+            )
+            return (dbefore, before, tuple(map(_put, gradients, new, (index,) * 3))), None
 
-    gradients = tuple(jnp.zeros_like(x) for x in (weights, keys, values))
-    boundaries = jax.tree.map(lambda x: jnp.moveaxis(x, keys.ndim - 2, 0), boundaries)
-    steps = jnp.arange(keys.shape[-2] // size), boundaries
-    (dstate, _, gradients), _ = lax.scan(unread, (dstate, state, gradients), steps, reverse=True)
-    return *gradients, None, dstate
+        gradients = tuple(jnp.zeros_like(x) for x in (weights, keys, values))
+        boundaries = jax.tree.map(lambda x: jnp.moveaxis(x, keys.ndim - 2, 0), boundaries)
+        steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1])), boundaries
+        (dstate, _, gradients), _ = lax.scan(unread, (dstate, state, gradients), steps, reverse=True)
+        return *gradients, None, dstate
+
+    return run
 
 
 class _Chunk(NamedTuple):
-    """The tokens of a chunk, the state before them, who sees whom, and the masses relative to `reference`."""
+    """The tokens of a chunk in blocks, the state before them, who sees whom, and the masses relative to `reference`.
+
+    Arrays of tokens have the axes (block, token, feature). A token sees the earlier tokens of its own block one by one;
+    of what was before the block it sees sums, in which the state counts as block 0.
+    """
 
     weights: Array
     keys: Array
     values: Array
     segment_ids: Array | None
     state: LatteState
-    sees: Array  # (target, source) is 1 where the source is not later and of the same document
-    continues: Array | float  # (token, 1) is 1 in the document of the state before the chunk
-    lasts: Array | float  # (token, 1) is 1 in the document that the chunk ends in
+    sees: Array  # (block, target, source) is 1 where the source is not later and of the same document
+    joins: Array  # (block + 1, source block) is 1 where the source's last document goes on to the target's start
+    continues: Array | float  # (block, token, 1) is 1 in the document that the block before ends in
+    lasts: Array | float  # (block, token, 1) is 1 in the document that the block ends in
     reference: Array  # (latents)
-    mass: Array  # (token, latents)
+    mass: Array  # (block, token, latents)
     state_mass: Array  # (latents)
-    seen_mass: Array  # (token, latents)
-
-    def arrays(self):
-        """Return the arguments of the token-by-token implementation."""
-        return self.weights, self.keys, self.values, self.segment_ids, self.state
+    seen_mass: Array  # (block, token, latents)
+    last_mass: Array  # (latents)
 
     def is_safe(self):
         """Tell whether every token that has seen a key has a mass far from underflow."""
         small = self.seen_mass < SMALLEST_MASS
-        return ~(jnp.any(small & (self.keys > -jnp.inf)) | jnp.any(small[..., 0, :] & (self.state.mass > 0)))
-
-    def has_state(self):
-        """Return 1 where the chunk begins in the document of the state before it."""
-        return self.continues[..., 0, :] if isinstance(self.continues, Array) else 1.0
-
-    def keeps_state(self):
-        """Return 1 where the chunk ends in the document of the state before it."""
-        return self.continues[..., -1, :] if isinstance(self.continues, Array) else 1.0
+        return ~(jnp.any(small & (self.keys > -jnp.inf)) | jnp.any(small[..., 0, 0, :] & (self.state.mass > 0)))
 
     def last_peak(self):
         """Return the largest key of the document that the chunk ends in."""
         if self.segment_ids is None:
             return self.reference
-        peak = jnp.where(self.lasts > 0, self.keys, LOWEST).max(axis=-2)
-        return jnp.maximum(peak, jnp.where(self.keeps_state() > 0, self.state.peak, LOWEST))
+        lasts = (self.segment_ids == self.segment_ids[..., -1:, -1:])[..., None]
+        peak = jnp.where(lasts, self.keys, LOWEST).max(axis=(-3, -2))
+        return jnp.maximum(peak, jnp.where(self.joins[..., -1, :1] > 0, self.state.peak, LOWEST))
 
     def last_scale(self, peak):
         """Return what turns a mass relative to the reference into one relative to the last document's `peak`."""
         if self.segment_ids is None:
             return 1.0
-        return jnp.exp(jnp.where(self.seen_mass[..., -1, :] > 0, self.reference - peak, 0))
+        return jnp.exp(jnp.where(self.last_mass > 0, self.reference - peak, 0))
+
+    def sums(self):
+        """Return what the tokens of each block see of what was before it, and last what the chunk leaves behind."""
+        old = (self.state_mass[..., None] * self.state.average)[..., None, :, :]
+        return _join(self.joins, jnp.concatenate([old, _sum_tokens(self.lasts * self.mass, self.values)], axis=-3))
 
 
-def _chunk(weights, keys, values, segment_ids, state, index, size):
-    weights, keys, values = (_slice(x, index, size) for x in (weights, keys, values))
-    sees = jnp.tril(jnp.ones((size, size), jnp.float32)).reshape(*[1] * (keys.ndim - 2), size, size)
+def _chunk(weights, keys, values, segment_ids, state, index, shape):
+    block, blocks = shape
+    weights, keys, values = (_slice(x, index, shape) for x in (weights, keys, values))
+    ones = (1,) * (keys.ndim - 3)
+    sees = jnp.tril(jnp.ones((block, block), jnp.float32)).reshape(*ones, 1, block, block)
+    joins = jnp.tril(jnp.ones((blocks + 1, blocks + 1), jnp.float32)).reshape(*ones, blocks + 1, blocks + 1)
     continues = lasts = 1.0
     if segment_ids is not None:
-        before = lax.dynamic_slice_in_dim(segment_ids, jnp.maximum(index * size - 1, 0), 1, axis=-1)
-        segment_ids = lax.dynamic_slice_in_dim(segment_ids, index * size, size, axis=-1)
+        start = index * block * blocks
+        before = lax.dynamic_slice_in_dim(segment_ids, jnp.maximum(start - 1, 0), 1, axis=-1)
+        segment_ids = lax.dynamic_slice_in_dim(segment_ids, start, block * blocks, axis=-1)
+        segment_ids = segment_ids.reshape(*segment_ids.shape[:-1], blocks, block)
+        ends = jnp.concatenate([before, segment_ids[..., -1]], axis=-1)
         sees *= (segment_ids[..., :, None] == segment_ids[..., None, :]).astype(jnp.float32)
-        continues = (segment_ids == before)[..., None].astype(jnp.float32)
+        joins *= (ends[..., :, None] == ends[..., None, :]).astype(jnp.float32)
+        continues = (segment_ids == ends[..., :-1, None])[..., None].astype(jnp.float32)
         lasts = (segment_ids == segment_ids[..., -1:])[..., None].astype(jnp.float32)
         # A first token that begins a document finds an empty state.
-        kept = continues[..., 0, :] > 0
+        kept = continues[..., 0, 0, :] > 0
         state = LatteState(state.average, jnp.where(kept, state.peak, LOWEST), jnp.where(kept, state.mass, 0))
-    reference = jnp.maximum(keys.max(axis=-2), state.peak)
-    mass = jnp.exp(keys - reference[..., None, :])
+    reference = jnp.maximum(keys.max(axis=(-3, -2)), state.peak)
+    mass = jnp.exp(keys - reference[..., None, None, :])
     state_mass = state.mass * jnp.exp(state.peak - reference)
-    seen_mass = _matmul(sees, mass) + continues * state_mass[..., None, :]
+    block_mass = jnp.concatenate([state_mass[..., None, :], (lasts * mass).sum(axis=-2)], axis=-2)
+    carried_mass = jnp.matmul(joins, block_mass, precision=lax.Precision.HIGHEST)
+    seen_mass = _sum_block(sees, mass) + continues * carried_mass[..., :-1, None, :]
     return _Chunk(
-        weights, keys, values, segment_ids, state, sees, continues, lasts, reference, mass, state_mass, seen_mass
+        weights,
+        keys,
+        values,
+        segment_ids,
+        state,
+        sees,
+        joins,
+        continues,
+        lasts,
+        reference,
+        mass,
+        state_mass,
+        seen_mass,
+        carried_mass[..., -1, :],
     )
 
 
 def _read_chunk(chunk: _Chunk):
     share = _divide(chunk.weights, chunk.seen_mass)
     mixing = jnp.einsum("...tl,...sl->...ts", share, chunk.mass) * chunk.sees
-    old_sum = chunk.state_mass[..., None] * chunk.state.average
-    y = mixing @ chunk.values + (chunk.continues * share) @ old_sum
-
-    last_mass, peak = chunk.seen_mass[..., -1, :], chunk.last_peak()
-    last_sum = _sum_tokens(chunk.lasts * chunk.mass, chunk.values)
-    last_sum += _column(chunk.keeps_state()) * old_sum
-    return y, LatteState(_divide(1.0, last_mass)[..., None] * last_sum, peak, last_mass * chunk.last_scale(peak))
+    sums = chunk.sums()
+    y = mixing @ chunk.values + (chunk.continues * share) @ sums[..., :-1, :, :]
+    peak = chunk.last_peak()
+    average = _divide(1.0, chunk.last_mass)[..., None] * sums[..., -1, :, :]
+    return _flatten(y), LatteState(average, peak, chunk.last_mass * chunk.last_scale(peak))
 
 
 def _unread_chunk(chunk: _Chunk, after: LatteState, dy, dafter: LatteState):
     share = _divide(chunk.weights, chunk.seen_mass)
     mixing = jnp.einsum("...tl,...sl->...ts", share, chunk.mass) * chunk.sees
     agreement = jnp.einsum("...td,...sd->...ts", dy, chunk.values) * chunk.sees
-    old_sum = chunk.state_mass[..., None] * chunk.state.average
-    last_mass = chunk.seen_mass[..., -1, :]
+    sums = chunk.sums()[..., :-1, :, :]
 
-    dlast_sum = _divide(1.0, last_mass)[..., None] * dafter.average
+    dlast_sum = _divide(1.0, chunk.last_mass)[..., None] * dafter.average
     dlast_mass = chunk.last_scale(after.peak) * dafter.mass
-    dlast_mass -= _divide((dafter.average * after.average).sum(axis=-1), last_mass)
+    dlast_mass -= _divide((dafter.average * after.average).sum(axis=-1), chunk.last_mass)
 
-    dshare = agreement @ chunk.mass + chunk.continues * jnp.einsum("...td,...ld->...tl", dy, old_sum)
+    dshare = agreement @ chunk.mass + chunk.continues * jnp.einsum("...td,...ld->...tl", dy, sums)
     dweights = _divide(dshare, chunk.seen_mass)
     dseen_mass = -dweights * share
-    dmass = _matmul(chunk.sees.swapaxes(-1, -2), dseen_mass)
-    dmass += _sum_tokens(agreement, share)
-    dmass += chunk.lasts * (jnp.einsum("...sd,...ld->...sl", chunk.values, dlast_sum) + dlast_mass[..., None, :])
-    dvalues = _sum_tokens(mixing, dy) + (chunk.lasts * chunk.mass) @ dlast_sum
+    dcarried_mass = jnp.concatenate([(chunk.continues * dseen_mass).sum(axis=-2), dlast_mass[..., None, :]], axis=-2)
+    dsums = jnp.concatenate([_sum_tokens(chunk.continues * share, dy), dlast_sum[..., None, :, :]], axis=-3)
+    backwards = chunk.joins.swapaxes(-1, -2)
+    dblock_mass = jnp.matmul(backwards, dcarried_mass, precision=lax.Precision.HIGHEST)
+    dblock_sum = _join(backwards, dsums)
+    dold_sum, dtoken_sum = dblock_sum[..., 0, :, :], dblock_sum[..., 1:, :, :]
 
-    dold_sum = _sum_tokens(chunk.continues * share, dy)
-    dold_sum += _column(chunk.keeps_state()) * dlast_sum
-    dstate_mass = (chunk.continues * dseen_mass).sum(axis=-2) + chunk.keeps_state() * dlast_mass
-    dstate_mass += (dold_sum * chunk.state.average).sum(axis=-1)
+    dmass = _sum_block(chunk.sees.swapaxes(-1, -2), dseen_mass) + _sum_tokens(agreement, share)
+    dmass += chunk.lasts * (jnp.einsum("...sd,...ld->...sl", chunk.values, dtoken_sum) + dblock_mass[..., 1:, None, :])
+    dvalues = _sum_tokens(mixing, dy) + (chunk.lasts * chunk.mass) @ dtoken_sum
+
+    dstate_mass = dblock_mass[..., 0, :] + (dold_sum * chunk.state.average).sum(axis=-1)
     dstate = LatteState(
         chunk.state_mass[..., None] * dold_sum,
         chunk.state_mass * dstate_mass,
         jnp.exp(chunk.state.peak - chunk.reference) * dstate_mass,
     )
-    return (dweights, dmass * chunk.mass, dvalues), dstate
+    return tuple(map(_flatten, (dweights, dmass * chunk.mass, dvalues))), dstate
+
+
+def _read_tokens(chunk: _Chunk):
+    """The slow way: token by token."""
+    weights, keys, values = map(_flatten, (chunk.weights, chunk.keys, chunk.values))
+    return scan.latte_causal(weights, keys, values, _flatten_ids(chunk.segment_ids), chunk.state)
 
 
 def _unread_tokens(chunk: _Chunk, dy, dafter: LatteState):
     """The slow way: differentiate the token-by-token implementation."""
-    weights, keys, values, segment_ids, state = chunk.arrays()
 
     def read(weights, keys, values, state):
-        return _read_tokens(weights, keys, values, segment_ids, state)
+        return _read_tokens(chunk._replace(weights=weights, keys=keys, values=values, state=state))
 
-    _, pull_back = jax.vjp(read, weights, keys, values, state)
-    *dtokens, dstate = pull_back((dy, dafter))
-    kept = chunk.has_state()
-    return tuple(dtokens), LatteState(_column(kept) * dstate.average, kept * dstate.peak, kept * dstate.mass)
+    _, pull_back = jax.vjp(read, chunk.weights, chunk.keys, chunk.values, chunk.state)
+    *dtokens, dstate = pull_back((_flatten(dy), dafter))
+    if isinstance(chunk.continues, Array):
+        kept = chunk.continues[..., 0, 0, :]
+        dstate = LatteState(kept[..., None] * dstate.average, kept * dstate.peak, kept * dstate.mass)
+    return tuple(map(_flatten, dtokens)), dstate
 
 
-_read_tokens = scan.latte_causal
-
-
-def _slice(x, index, size):
-    return lax.dynamic_slice_in_dim(x, index * size, size, axis=-2).astype(jnp.float32)
+def _slice(x, index, shape):
+    """Cut a chunk, with an axis for its blocks."""
+    block, blocks = shape
+    x = lax.dynamic_slice_in_dim(x, index * block * blocks, block * blocks, axis=-2)
+    return x.reshape(*x.shape[:-2], blocks, block, x.shape[-1]).astype(jnp.float32)
 
 
 def _put(x, new, index):
     return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index * new.shape[-2], axis=-2)
+
+
+def _flatten(x):
+    return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
+
+
+def _flatten_ids(ids):
+    return None if ids is None else ids.reshape(*ids.shape[:-2], ids.shape[-2] * ids.shape[-1])
 
 
 def _divide(x, mass):
@@ -247,8 +303,14 @@ def _divide(x, mass):
     return jnp.where(mass > 0, x / mass, 0)
 
 
-def _matmul(sees, x):
-    """`sees @ x`; as one large product where all rows share one `sees`. A sum of masses must be a float32 sum."""
+def _join(joins, sums):
+    """Add up what the blocks have in common."""
+    flat = sums.reshape(*sums.shape[:-2], sums.shape[-2] * sums.shape[-1])
+    return jnp.matmul(joins, flat, precision=lax.Precision.HIGHEST).reshape(sums.shape)
+
+
+def _sum_block(sees, x):
+    """`sees @ x`; as one large product where all blocks share one `sees`. A sum of masses must be a float32 sum."""
     if sees.size == sees.shape[-1] ** 2:
         sees = sees.reshape(sees.shape[-2:])
         return jnp.einsum("ts,...sl->...tl", sees, x, precision=lax.Precision.HIGHEST)
@@ -259,7 +321,3 @@ def _sum_tokens(x, y):
     """The product of `x`, transposed, and `y`: a sum over the tokens of both."""
     # Left alone, the transposition would be merged into the product, which is slower on CPUs than a copy.
     return lax.optimization_barrier(x.swapaxes(-1, -2)) @ y
-
-
-def _column(x):
-    return x if isinstance(x, float) else x[..., None]

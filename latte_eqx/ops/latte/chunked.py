@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 from latte_eqx.ops.batching import leading_vmap
 from latte_eqx.ops.latte import scan
 from latte_eqx.ops.latte.state import LOWEST, LatteState
+from latte_eqx.ops.segments import segment_starts
 
 # Tokens in a block, and the most blocks in a chunk. Blocks trade square products against sums per block; more blocks in
 # a chunk make for fewer and larger operations, as long as they stay in cache.
@@ -260,9 +261,23 @@ def _unread_chunk(chunk: _Chunk, after: LatteState, dy, dafter: LatteState):
 
 
 def _read_tokens(chunk: _Chunk):
-    """The slow way: token by token."""
-    weights, keys, values = map(_flatten, (chunk.weights, chunk.keys, chunk.values))
-    return scan.latte_causal(weights, keys, values, _flatten_ids(chunk.segment_ids), chunk.state)
+    """The slow way: token by token. Its own backward pass keeps the states inside one block at a time."""
+    state = chunk.state
+    state = LatteState(jnp.where(state.mass[..., None] > 0, state.average, 0), state.peak, state.mass)
+    starts, ids = None, chunk.segment_ids
+    if ids is not None:
+        # The state has met the first token's document already.
+        starts = segment_starts(ids.reshape(*ids.shape[:-2], -1)).reshape(ids.shape)
+        starts = jnp.moveaxis(starts, -2, 0)
+
+    def read(state, block):
+        weights, keys, values, starts = block
+        y, state = scan.read_tokens(weights, keys, values, starts, state)
+        return state, y
+
+    blocks = tuple(jnp.moveaxis(x, -3, 0) for x in (chunk.weights, chunk.keys, chunk.values))
+    state, y = lax.scan(jax.checkpoint(read), state, (*blocks, starts))
+    return _flatten(jnp.moveaxis(y, 0, -3)), state
 
 
 def _unread_tokens(chunk: _Chunk, dy, dafter: LatteState):
@@ -292,10 +307,6 @@ def _put(x, new, index):
 
 def _flatten(x):
     return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
-
-
-def _flatten_ids(ids):
-    return None if ids is None else ids.reshape(*ids.shape[:-2], ids.shape[-2] * ids.shape[-1])
 
 
 def _divide(x, mass):

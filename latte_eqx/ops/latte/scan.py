@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from latte_eqx.ops.latte.state import LOWEST, LatteState
 from latte_eqx.ops.segments import segment_starts
@@ -18,10 +18,25 @@ def latte_causal(
     unroll: int = 1,
 ) -> tuple[Float[Array, "*batch seq dim"], LatteState]:
     """Read one token at a time."""
+    # An empty state has no average, whatever stands in its place.
+    state = LatteState(jnp.where(state.mass[..., None] > 0, state.average, 0), state.peak, state.mass)
+    starts = None if segment_ids is None else segment_starts(segment_ids)
+    y, state = read_tokens(weights, keys, values, starts, state, unroll=unroll)
+    return y.astype(values.dtype), state
+
+
+def read_tokens(
+    weights: Float[Array, "*batch seq latents"],
+    keys: Float[Array, "*batch seq latents"],
+    values: Float[Array, "*batch seq dim"],
+    starts: Bool[Array, "*#batch seq"] | None,
+    state: LatteState,
+    *,
+    unroll: int = 1,
+) -> tuple[Float[Array, "*batch seq dim"], LatteState]:
+    """Read one token at a time, beginning anew where `starts` is true; an empty state must have average 0."""
     arrays = tuple(jnp.moveaxis(x.astype(jnp.float32), -2, 0) for x in (weights, keys, values))
-    starts = None
-    if segment_ids is not None:
-        starts = jnp.moveaxis(segment_starts(segment_ids), -1, 0)[..., None]
+    starts = None if starts is None else jnp.moveaxis(starts, -1, 0)[..., None]
 
     def read(state: LatteState, token):
         (weight, key, value), start = token
@@ -37,7 +52,5 @@ def latte_causal(
         average += share[..., None] * (value[..., None, :] - average)
         return LatteState(average, peak, mass), jnp.einsum("...l,...ld->...d", weight, average)
 
-    # An empty state has no average, whatever stands in its place.
-    state = LatteState(jnp.where(state.mass[..., None] > 0, state.average, 0), state.peak, state.mass)
     state, y = lax.scan(read, state, (arrays, starts), unroll=unroll)
-    return jnp.moveaxis(y, 0, -2).astype(values.dtype), state
+    return jnp.moveaxis(y, 0, -2), state

@@ -35,3 +35,12 @@ def _forget_compiled_programs():
     """Thousands of compiled programs in one process exhaust the memory maps that Linux allows it."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture
+def optimized():
+    """Compile as users do, for bounds of a few roundings that hold only then."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)

@@ -262,8 +262,6 @@ def _unread_chunk(chunk: _Chunk, after: LatteState, dy, dafter: LatteState):
 
 def _read_tokens(chunk: _Chunk):
     """The slow way: token by token. Its own backward pass keeps the states inside one block at a time."""
-    state = chunk.state
-    state = LatteState(jnp.where(state.mass[..., None] > 0, state.average, 0), state.peak, state.mass)
     starts, ids = None, chunk.segment_ids
     if ids is not None:
         # The state has met the first token's document already.
@@ -276,7 +274,7 @@ def _read_tokens(chunk: _Chunk):
         return state, y
 
     blocks = tuple(jnp.moveaxis(x, -3, 0) for x in (chunk.weights, chunk.keys, chunk.values))
-    state, y = lax.scan(jax.checkpoint(read), state, (*blocks, starts))
+    state, y = lax.scan(jax.checkpoint(read), chunk.state, (*blocks, starts))
     return _flatten(jnp.moveaxis(y, 0, -3)), state
 
 

@@ -18,8 +18,6 @@ def latte_causal(
     unroll: int = 1,
 ) -> tuple[Float[Array, "*batch seq dim"], LatteState]:
     """Read one token at a time."""
-    # An empty state has no average, whatever stands in its place.
-    state = LatteState(jnp.where(state.mass[..., None] > 0, state.average, 0), state.peak, state.mass)
     starts = None if segment_ids is None else segment_starts(segment_ids)
     y, state = read_tokens(weights, keys, values, starts, state, unroll=unroll)
     return y.astype(values.dtype), state
@@ -34,7 +32,7 @@ def read_tokens(
     *,
     unroll: int = 1,
 ) -> tuple[Float[Array, "*batch seq dim"], LatteState]:
-    """Read one token at a time, beginning anew where `starts` is true; an empty state must have average 0."""
+    """Read one token at a time, beginning anew where `starts` is true."""
     arrays = tuple(jnp.moveaxis(x.astype(jnp.float32), -2, 0) for x in (weights, keys, values))
     starts = None if starts is None else jnp.moveaxis(starts, -1, 0)[..., None]
 
@@ -52,5 +50,7 @@ def read_tokens(
         average += share[..., None] * (value[..., None, :] - average)
         return LatteState(average, peak, mass), jnp.einsum("...l,...ld->...d", weight, average)
 
+    # An empty state has no average, whatever stands in its place.
+    state = LatteState(jnp.where(state.mass[..., None] > 0, state.average, 0), state.peak, state.mass)
     state, y = lax.scan(read, state, (arrays, starts), unroll=unroll)
     return jnp.moveaxis(y, 0, -2), state

@@ -40,7 +40,7 @@ def _forget_compiled_programs():
 @pytest.fixture
 def optimized():
     """Compile as users do, for bounds of a few roundings that hold only then."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

@@ -227,8 +227,10 @@ def test_empty_sequence_keeps_the_state():
         jax.tree.map(np.testing.assert_array_equal, state, start)
 
 
-def test_vmap_does_not_run_both_branches():
+@pytest.mark.parametrize("cached_rows", [5, 6])
+def test_vmap_does_not_run_both_branches(monkeypatch, cached_rows):
     """A batch by `vmap` is the batch as a leading axis: the same values, and a true branch rather than a select."""
+    monkeypatch.setattr(chunked, "CACHED_ROWS", cached_rows)
     arrays = _inputs("jumps", 2 * CHUNK, batch=(3, 2))
     loss = lambda *arrays: (latte_causal(*arrays)[0] ** 2).sum()
     batched = lambda *arrays: jax.vmap(jax.grad(loss, (0, 1, 2)))(*arrays)
@@ -236,7 +238,26 @@ def test_vmap_does_not_run_both_branches():
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-6 * np.abs(w).max())
     lowered = jax.jit(batched).lower(*arrays).as_text()
-    assert lowered.count("stablehlo.case") == 2  # One in the forward pass, one in the backward pass.
+    # One in the forward pass, one in the backward pass. With too many rows, two more of each ask for the platform.
+    assert lowered.count("stablehlo.case") == (2 if cached_rows == 6 else 6)
+
+
+def test_many_rows_are_each_as_alone(monkeypatch):
+    """Rows read one after another, on two levels, with documents that some of them share."""
+    monkeypatch.setattr(chunked, "CACHED_ROWS", 2)
+    batch, seq = (2, 3, 2), BLOCK + 3
+    arrays, (dy, _) = _inputs("wide", seq, batch=batch), _cotangents(seq, batch=batch)
+    segment_ids = _segments(seq, batch=(2, 1, 1))
+
+    def run(arrays, dy, segment_ids):
+        y, pull_back = jax.vjp(lambda *arrays: latte_causal(*arrays, segment_ids=segment_ids)[0], *arrays)
+        return y, *pull_back(dy)
+
+    together = jax.jit(run)(arrays, dy, segment_ids)
+    for row in np.ndindex(batch):
+        alone = jax.jit(run)(tuple(x[row] for x in arrays), dy[row], segment_ids[row[0], 0, 0])
+        for got, want in zip(together, alone, strict=True):
+            np.testing.assert_allclose(got[row], want, rtol=0, atol=2e-6)
 
 
 def test_ordinary_keys_take_the_fast_branch(monkeypatch):

@@ -13,7 +13,7 @@ never pay for that, and no key breaks it. The backward pass keeps the states bet
 """
 
 from functools import partial
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 import jax
@@ -27,9 +27,11 @@ from latte_eqx.ops.latte.state import LOWEST, LatteState
 from latte_eqx.ops.segments import segment_starts
 
 # Tokens in a block, and the most blocks in a chunk. Blocks trade square products against sums per block; more blocks in
-# a chunk make for fewer and larger operations, as long as they stay in cache.
-BLOCK, BLOCKS = 32, 4
+# a chunk make for fewer and larger operations.
+BLOCK, BLOCKS = 32, 8
 CHUNK = BLOCK * BLOCKS
+# A CPU's cache holds a chunk of about this many rows.
+CACHED_ROWS = 32
 # A token whose mass falls below this is e^50 under its chunk's reference: terms that matter to it might underflow.
 SMALLEST_MASS = 2e-22
 
@@ -86,6 +88,7 @@ def _forward(shape):
     """Return the forward pass for chunks of a shape: the outputs, the last state, and the states before each chunk."""
 
     @leading_vmap
+    @_in_cache
     def run(weights, keys, values, segment_ids, state):
         def read(carry, index):
             state, y = carry
@@ -104,6 +107,7 @@ def _backward(shape):
     """Return the backward pass: the cotangents of the arguments, from the last chunk to the first."""
 
     @leading_vmap
+    @_in_cache
     def run(weights, keys, values, segment_ids, state, boundaries, dy, dstate):
         def unread(carry, step):
             dafter, after, gradients = carry
@@ -124,6 +128,21 @@ def _backward(shape):
         return *gradients, None, dstate
 
     return run
+
+
+def _in_cache(run):
+    """On a CPU, take the rows of the leading axis one after another while all together would not stay in cache."""
+
+    def fitting(*arrays):
+        batch = arrays[1].shape[:-2]
+        if len(batch) < 2 or prod(batch) <= CACHED_ROWS:
+            return run(*arrays)
+        # Segment ids may be shared by all rows.
+        arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch[0], *x.shape[1:])), arrays)
+        row_by_row = lambda *arrays: lax.map(lambda row: fitting(*row), arrays)
+        return lax.platform_dependent(*arrays, cpu=row_by_row, default=run)
+
+    return fitting
 
 
 class _Chunk(NamedTuple):

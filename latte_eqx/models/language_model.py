@@ -3,11 +3,11 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, DTypeLike, Float, Int, PRNGKeyArray, PyTree
 
 from latte_eqx.layers import INIT_STD, sinusoidal
 from latte_eqx.models.config import ModelConfig
-from latte_eqx.models.stack import Stack
+from latte_eqx.models.stack import LayerWrapper, Stack
 from latte_eqx.ops.segments import positions_in_segments
 
 
@@ -47,10 +47,25 @@ class LanguageModel(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq vocab"]:
         """Return the logits of each next token; a `key` turns dropout on."""
+        return next_token_logits(self.features(tokens, segment_ids, key=key), self.embedding)
+
+    def features(
+        self,
+        tokens: Int[Array, " seq"],
+        segment_ids: Int[Array, " seq"] | None = None,
+        *,
+        key: PRNGKeyArray | None = None,
+        wrap: LayerWrapper | None = None,
+        dtype: DTypeLike | None = None,
+    ) -> Float[Array, "seq dim"]:
+        """Return what the logits are a linear map of. `wrap` is that of `Stack`; `dtype` is the type
+        in which the layers compute, by default that of the embedding.
+        """
         embedding_key, stack_key = (None, None) if key is None else jax.random.split(key)
         positions = positions_in_segments(segment_ids, tokens.shape[0])
-        x = self.dropout(self._embed(tokens, positions), key=embedding_key, inference=key is None)
-        return self._logits(self.stack(x, segment_ids, key=stack_key))
+        x = self._embed(tokens, positions).astype(self.embedding.dtype if dtype is None else dtype)
+        x = self.dropout(x, key=embedding_key, inference=key is None)
+        return self.stack(x, segment_ids, key=stack_key, wrap=wrap)
 
     def init_state(self) -> LanguageModelState:
         """Return the state before the first token."""
@@ -62,11 +77,15 @@ class LanguageModel(eqx.Module):
         """Return the logits after further tokens."""
         x = self._embed(tokens, state.position + jnp.arange(tokens.shape[0]))
         x, layers = self.stack.extend(x, state.layers)
-        return self._logits(x), LanguageModelState(layers, state.position + tokens.shape[0])
+        return next_token_logits(x, self.embedding), LanguageModelState(layers, state.position + tokens.shape[0])
 
     def _embed(self, tokens, positions):
         x = self.embedding[tokens]
         return x + sinusoidal(positions, x.shape[-1]).astype(x.dtype) if self.has_sinusoidal else x
 
-    def _logits(self, x):
-        return jnp.einsum("sd,vd->sv", x, self.embedding, preferred_element_type=jnp.float32)
+
+def next_token_logits(
+    features: Float[Array, "seq dim"], embedding: Float[Array, "vocab dim"]
+) -> Float[Array, "seq vocab"]:
+    """Compare the features with the embedding of each token; float32 whatever the inputs are."""
+    return jnp.einsum("sd,vd->sv", features, embedding, preferred_element_type=jnp.float32)

@@ -12,6 +12,8 @@ from latte_eqx.blocks import MacchiatoBlock, make_norm
 from latte_eqx.layers import INIT_STD, BlockLinear
 from latte_eqx.models.config import ModelConfig, make_block
 
+LayerWrapper = Callable[[Callable], Callable]
+
 
 class Stack(eqx.Module):
     """`num_layers` blocks and a last norm. Every array of `blocks` has the layers as its first axis."""
@@ -30,16 +32,21 @@ class Stack(eqx.Module):
         segment_ids: Int[Array, " seq"] | None = None,
         *,
         key: PRNGKeyArray | None = None,
+        wrap: LayerWrapper | None = None,
         **mixer_arguments: Array | None,
     ) -> Float[Array, "seq dim"]:
-        """Run a whole sequence through all layers."""
+        """Run a whole sequence through all layers.
+
+        `wrap` may change how a layer `(x, (arrays, inputs)) -> (y, outputs)` runs: `jax.checkpoint` it, or gather its
+        arrays from the devices that hold them.
+        """
         num_layers = jax.tree.leaves(eqx.filter(self.blocks, eqx.is_array))[0].shape[0]
         keys = None if key is None else jax.random.split(key, num_layers)
 
         def run(block, x, key):
             return block(x, segment_ids, key=key, **mixer_arguments), None
 
-        return jax.vmap(self.norm)(self._scan(run, x, keys)[0])
+        return jax.vmap(self.norm)(self._scan(run, x, keys, wrap)[0])
 
     def init_state(self) -> PyTree:
         """Return the states of all layers before the first token."""
@@ -50,7 +57,7 @@ class Stack(eqx.Module):
         x, state = self._scan(lambda block, x, state: block.extend(x, state), x, state)
         return jax.vmap(self.norm)(x), state
 
-    def _scan(self, run: Callable, x, inputs):
+    def _scan(self, run: Callable, x, inputs, wrap: LayerWrapper | None = None):
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
         def layer(x, layer_inputs):
@@ -58,7 +65,7 @@ class Stack(eqx.Module):
             y, outputs = run(eqx.combine(layer_arrays, static), x, inputs)
             return y.astype(x.dtype), outputs
 
-        return lax.scan(layer, x, (arrays, inputs))
+        return lax.scan(layer if wrap is None else wrap(layer), x, (arrays, inputs))
 
 
 def _rescale(block: MacchiatoBlock, config: ModelConfig) -> MacchiatoBlock:

@@ -157,6 +157,7 @@ def test_bfloat16_inputs(implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.usefixtures("optimized")
 def test_packed_equals_separate(implementation):
     """Bit for bit up to rounding, for documents of 1, 2, chunk and chunk + 7 tokens, values and gradients."""
     lengths = [1, 2, CHUNK, CHUNK + 7]

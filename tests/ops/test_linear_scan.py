@@ -198,6 +198,7 @@ def test_any_leading_axes(implementation, leading):
 
 
 @every_implementation
+@pytest.mark.usefixtures("optimized")
 def test_layers_scanned_and_rematerialised(implementation):
     """`vmap` of `grad` of a `lax.scan` over checkpointed layers, as models use it, against layers written out."""
     log_decay, inputs, state, *_ = draw(CHUNK + 1)

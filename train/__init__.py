@@ -1,0 +1,1 @@
+"""The trainer: sharded steps, data that can be resumed, checkpoints that survive."""

@@ -1,0 +1,74 @@
+"""Perplexity of a trained model over the whole validation stream.
+
+python -m train.evaluate --workdir runs/owt_latte_r_swa_smoke
+"""
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tyro
+from rich.progress import track
+
+from data.loader import open_rows, sequential_batches
+from train.restore import Run, restore_run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Measure the perplexity of a trained model: exp of the mean loss over all tokens."""
+
+    workdir: Path
+    """The work directory of the run."""
+    step: int | None = None
+    """The checkpoint to use; by default the newest."""
+    data: Path | None = None
+    """Prepared data to measure on; by default the run's."""
+    split: str = "valid"
+    """Which part of the data."""
+    batch: Path | None = None
+    """Show instead the loss of each row of this batch, which a run that failed has left."""
+
+
+def evaluate_stream(run: Run, directory: Path, split: str) -> dict[str, float | int]:
+    """Return the mean loss, perplexity and bits per token over all rows of a split."""
+    kind = run.config.data
+    rows = open_rows(directory, split, seq=kind.seq, pack=kind.pack)
+    total, count = 0.0, 0
+    num_batches = math.ceil(len(rows) / kind.batch_size)
+    batches = sequential_batches(rows, batch_size=kind.batch_size)
+    for batch in track(batches, description="evaluating", total=num_batches):
+        summed, tokens = run.trainer.eval_step(run.state, run.trainer.put_batch(batch))
+        total, count = total + float(summed), count + int(tokens)
+    loss = total / count
+    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_token": loss / math.log(2), "tokens": count}
+
+
+def row_losses(run: Run, batch: dict[str, np.ndarray]) -> list[float]:
+    """Return the mean loss of each row, by giving the other rows no targets."""
+    losses = []
+    for row in range(len(batch["targets"])):
+        targets = np.full_like(batch["targets"], -1)
+        targets[row] = batch["targets"][row]
+        summed, tokens = run.trainer.eval_step(run.state, run.trainer.put_batch({**batch, "targets": targets}))
+        losses.append(float(summed) / max(int(tokens), 1))
+    return losses
+
+
+def main(arguments: Arguments) -> None:
+    """Restore a run and measure it."""
+    run = restore_run(arguments.workdir, step=arguments.step)
+    if arguments.batch is not None:
+        with np.load(arguments.batch) as batch:
+            for row, loss in enumerate(row_losses(run, dict(batch))):
+                print(f"row {row}: {loss:.4f} nats per token")
+        return
+    directory = arguments.data or run.config.data.directory
+    assert directory is not None
+    print(json.dumps({"step": run.step, **evaluate_stream(run, directory, arguments.split)}))
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Arguments, description=__doc__))

@@ -1,0 +1,62 @@
+"""How much arithmetic a model needs: the count behind model FLOPs utilisation.
+
+What the mathematics asks for, not what an implementation spends: no recomputation, no masked half of a square. A
+multiplication and an addition count as two; element-wise work is left out. The backward pass is twice the forward pass.
+
+    matrices     2 for each entry of each matrix, the output map included
+    latte        4 x latents x head_dim: each token feeds every latent of every head, and reads it
+    window       4 x dim x keys, keys being the mean of min(t, window) + 1 over the row
+    attention    4 x dim x (seq + 1) / 2
+"""
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from latte_eqx import LanguageModel, ModelConfig
+from train.optim import is_decayed
+
+# Dense bfloat16 FLOP/s of a device, as its maker states them.
+PEAK_FLOPS = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+}
+
+
+def forward_flops_per_token(config: ModelConfig, seq: int) -> float:
+    """Count the forward pass, per token of rows of `seq` tokens."""
+    build = lambda: eqx.filter(LanguageModel(config, key=jax.random.key(0)), eqx.is_inexact_array)
+    params = eqx.filter_eval_shape(build)
+    matrices = eqx.filter(params, is_decayed(params))
+    entries = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(matrices))
+    return 2 * entries + config.num_layers * _mixing_flops(config, seq)
+
+
+def _mixing_flops(config: ModelConfig, seq: int) -> float:
+    latents = 4.0 * config.num_latents * (config.dim // config.num_heads)
+    seen_in_window = float((np.minimum(np.arange(seq), config.window) + 1).mean())
+    match config.mixer:
+        case "latte" | "linear_attention":
+            return latents
+        case "macchiato":
+            return latents + 4 * config.dim * seen_in_window
+        case "swa" | "r_swa":
+            return 4 * config.dim * seen_in_window
+        case "attention":
+            return 4 * config.dim * (seq + 1) / 2
+
+
+def train_flops_per_token(config: ModelConfig, seq: int) -> float:
+    """Count forward and backward pass."""
+    return 3 * forward_flops_per_token(config, seq)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """Return what such a device could do at most, or none where nobody says."""
+    return PEAK_FLOPS.get(device_kind)

@@ -1,0 +1,157 @@
+"""Train a language model.
+
+    python -m train.main --config configs/owt_latte_r_swa.py --smoke
+    python -m train.main --config configs/owt_latte_r_swa.py --data.directory prepared/openwebtext
+
+The same command goes on where a run was left. Every field of the config can be changed: `--optim.peak-lr 1e-3`.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from jax.experimental import multihost_utils
+
+from data import CORPUS
+from data.prepare import prepare_text
+from data.prepared import read_manifest
+from train.config import Config, load_config, smoke, to_dict
+from train.generate import write_sample
+from train.loop import train
+from train.metrics import Sink, TensorBoardSink, WandbSink
+from train.plot import plot_losses
+from train.workdir import WorkDirectory, differences, open_workdir
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """Train a language model, or go on where a run was left."""
+
+    config: Path | None = None
+    """A file with a function `get_config() -> Config`."""
+    workdir: Path | None = None
+    """Where checkpoints, metrics and samples go; by default runs/<name of the config>[_smoke]."""
+    smoke: bool = False
+    """Train a copy of the config that fits a CPU, on the corpus that comes with the code: minutes instead of days."""
+    fresh: bool = False
+    """Begin anew; refused where there is a run already."""
+    overwrite: bool = False
+    """With --fresh: move the run that is there aside."""
+    tensorboard: bool = False
+    """Copy the metrics to TensorBoard files in the work directory."""
+    wandb: str | None = None
+    """Copy the metrics to this project of Weights & Biases."""
+    profile: bool = False
+    """Write a trace of a few steps into the work directory, to look at with xprof."""
+    distributed: bool = False
+    """Be one of several processes, one for each machine. SLURM, Open MPI, GKE and TPU pods say the rest."""
+    coordinator: str | None = None
+    """Elsewhere, with --distributed: HOST:PORT at which the first process can be reached."""
+    num_processes: int | None = None
+    """Elsewhere, with --distributed: how many processes there are."""
+    process_id: int | None = None
+    """Elsewhere, with --distributed: which of them this is, from 0."""
+    run: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
+
+
+def parse(arguments: Sequence[str]) -> CommandLine:
+    """Read the command line; what it says goes over what the config file says."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config", type=Path)
+    first.add_argument("--smoke", action="store_true")
+    first.add_argument("--workdir", type=Path)
+    known, _ = first.parse_known_args(arguments)
+    config = Config() if known.config is None else load_config(known.config)
+    name = "run" if known.config is None else known.config.stem
+    workdir = known.workdir or Path("runs") / (f"{name}_smoke" if known.smoke else name)
+    if known.smoke:
+        config = smoke(config, directory=workdir / "data")
+    default = CommandLine(config=known.config, workdir=workdir, smoke=known.smoke, run=config)
+    return tyro.cli(CommandLine, args=list(arguments), default=default, description=__doc__)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train, then show what came of it."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = parse(arguments)
+    if command.config is None:
+        sys.exit("`--config` must name a file, such as configs/owt_latte_r_swa.py; --help lists what else there is.")
+    config, path = command.run, command.workdir
+    assert path is not None
+    if command.distributed:
+        # A lost process is noticed after this many seconds; the others then stop, and a restart goes on from disk.
+        where = (command.coordinator, command.num_processes, command.process_id)
+        jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)
+    is_main = jax.process_index() == 0
+    _use_compilation_cache()
+    with open_workdir(path, fresh=command.fresh, overwrite=command.overwrite, is_main=is_main) as workdir:
+        if command.smoke and is_main:
+            _prepare_corpus(workdir.path / "data")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("work directory")
+        _check_data(config)
+        _record_config(config, workdir)
+        sinks = _sinks(command, config, workdir) if is_main else []
+        trainer, state, position = train(config, workdir, sinks=sinks, profile=command.profile)
+        if is_main:
+            plot_losses(workdir.metrics, workdir.loss_curve)
+            print(f"loss curve: {workdir.loss_curve}")
+        if jax.process_count() == 1 and position.step == config.steps:
+            assert config.data.directory is not None
+            tokenizer = read_manifest(config.data.directory).tokenizer
+            write_sample(trainer.model(state), tokenizer, config.prompt, seed=config.seed, path=workdir.samples)
+    if is_main:
+        verb = "is complete; the same command shows it again" if position.step == config.steps else "can go on with"
+        print(f"\nThis run {verb}:\n  python -m train.main {' '.join(arguments)}")
+
+
+def _use_compilation_cache() -> None:
+    """Keep compiled programs between runs, where JAX is not told otherwise."""
+    if jax.config.read("jax_compilation_cache_dir") is None:
+        jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "latte_eqx"))
+
+
+def _prepare_corpus(directory: Path) -> None:
+    if not (directory / "manifest.json").exists():
+        prepare_text([CORPUS], directory, tokenizer="bytes")
+
+
+def _check_data(config: Config) -> None:
+    if config.data.directory is None:
+        sys.exit(
+            "`data.directory` must name prepared data, got none. Two ways on:\n"
+            "  python -m data.prepare openwebtext --out DIR, and then --data.directory DIR\n"
+            "  --smoke, which trains a small copy on the corpus that comes with the code"
+        )
+    needed = read_manifest(config.data.directory).vocab_size
+    if config.model.vocab_size < needed:
+        got = f"model.vocab_size={config.model.vocab_size}"
+        sys.exit(f"`model.vocab_size` must be at least {needed}, that of {config.data.directory}, got {got}.")
+
+
+def _record_config(config: Config, workdir: WorkDirectory) -> None:
+    """Print the config, keep it beside the checkpoints, and say what differs from the last time."""
+    new, old = to_dict(config), workdir.read_config()
+    if jax.process_index() == 0:
+        print("\n".join(differences({}, new)).replace("nothing -> ", ""))
+        for line in differences(old or new, new):
+            print(f"differs from the last time: {line}")
+    workdir.write_config(new)
+
+
+def _sinks(command: CommandLine, config: Config, workdir: WorkDirectory) -> list[Sink]:
+    sinks: list[Sink] = []
+    if command.tensorboard:
+        sinks.append(TensorBoardSink(workdir.path / "tensorboard"))
+    if command.wandb is not None:
+        sinks.append(WandbSink(command.wandb, to_dict(config)))
+    return sinks
+
+
+if __name__ == "__main__":
+    main()

@@ -112,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _use_compilation_cache() -> None:
     """Keep compiled programs between runs, where JAX is not told otherwise."""
-    if jax.config.read("jax_compilation_cache_dir") is None:
+    if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "latte_eqx"))
 
 

@@ -24,10 +24,8 @@ from train.checkpoint import (
     Checkpoints,
     DamagedCheckpoint,
     NoIntactCheckpoint,
-    _digest_all,
-    digest,
-    parameter_hash,
 )
+from train.digest import _digest_all, digest, parameter_hash
 
 # A load that fails leaves reads behind, which find their event loop closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -478,7 +476,8 @@ jax.config.update("jax_num_cpu_devices", 2)
 """
 
 KILLED = """
-from train.checkpoint import Checkpoints, parameter_hash
+from train.checkpoint import Checkpoints
+from train.digest import parameter_hash
 checkpoints = Checkpoints(Path(sys.argv[1]), every=1)
 for step in (1, 2):
     state = {"a": jax.random.bits(jax.random.key(step), (25_000_000,), jnp.uint32)}
@@ -521,7 +520,8 @@ import os
 jax.distributed.initialize(sys.argv[2], num_processes=2, process_id=int(sys.argv[3]))
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
-from train.checkpoint import Checkpoints, parameter_hash
+from train.checkpoint import Checkpoints
+from train.digest import parameter_hash
 mesh = jax.make_mesh((4,), ("fsdp",), (jax.sharding.AxisType.Auto,))
 sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
 make = jax.jit(lambda key: jax.random.bits(key, (4, 50_000), jnp.uint32), out_shardings=sharding)

@@ -10,9 +10,9 @@ import numpy as np
 import optax
 import pytest
 
-from latte_eqx import LanguageModel, ModelConfig
+from latte_eqx import PAPER_ROWS, LanguageModel, ModelConfig
 from train.config import Config, DataConfig, MeshConfig, OptimConfig
-from train.fsdp import make_mesh
+from train.fsdp import make_mesh, parameter_specs
 from train.step import make_trainer
 
 ROWS, SEQ, VOCAB = 16, 24, 61
@@ -100,8 +100,18 @@ def test_each_device_holds_its_share():
     whole = sum(x.nbytes for x in arrays)
     small = sum(x.nbytes for x in arrays if x.sharding.is_fully_replicated)
     assert held == (whole - small) / 8 + small
-    assert small < 0.03 * whole
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("row", PAPER_ROWS)
+def test_of_the_papers_models_nearly_all_is_cut(row):
+    mesh = make_mesh(MeshConfig())
+    build = lambda: eqx.filter(LanguageModel(PAPER_ROWS[row], key=jax.random.key(0)), eqx.is_inexact_array)
+    params = eqx.filter_eval_shape(build)
+    specs = jax.tree.leaves(parameter_specs(params, mesh))
+    sizes = [x.size for x in jax.tree.leaves(params)]
+    held = sum(size / 8 if "fsdp" in spec else size for size, spec in zip(sizes, specs, strict=True))
+    assert held < 1.001 * sum(sizes) / 8
 
 
 def test_parameters_are_born_sharded():
@@ -127,7 +137,7 @@ def test_bfloat16_crosses_devices_and_float32_comes_back(one_device):
     text = str(jax.make_jaxpr(trainer.train_step)(state, trainer.put_batch(batch(0))))
     gathered = re.findall(r":(\w+)\[[^]]*\]\S* = all_gather\[", text)
     reduced = re.findall(r":(\w+)\[[^]]*\]\S* = reduce_scatter\[", text)
-    assert gathered.count("bf16") > 10 * gathered.count("f32") > 0  # Float32 only for the decays of the RG-LRU.
+    assert set(gathered) == {"bf16"}
     assert set(reduced) == {"f32"}
 
 
@@ -138,8 +148,8 @@ def test_bad_steps_are_skipped(value):
     trainer = make_trainer(settings, make_mesh(settings.mesh))
     state, _ = trainer.train_step(trainer.init(), trainer.put_batch(batch(0)))
     good = jax.tree.map(np.asarray, state)
-    weight = lambda state: state.params.stack.blocks.mlp.to_out.weight
-    bad = eqx.tree_at(weight, state, weight(state).at[0, 0, 0].set(value))
+    weight = lambda state: state.params.stack.norm.weight
+    bad = eqx.tree_at(weight, state, weight(state).at[0].set(value))
     before = jax.tree.map(np.asarray, bad)
     for count in (1, 2):
         bad, metrics = trainer.train_step(bad, trainer.put_batch(batch(1)))

@@ -1,4 +1,4 @@
-"""Pictures of a run.
+"""Pictures of a run: its losses, and which latents its tokens choose.
 
 python -m train.plot --workdir runs/owt_latte_r_swa_smoke
 """
@@ -6,22 +6,42 @@ python -m train.plot --workdir runs/owt_latte_r_swa_smoke
 from dataclasses import dataclass
 from pathlib import Path
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
 import matplotlib.pyplot as plt
+import numpy as np
 import tyro
+from jaxtyping import Array, Float, Int
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
 
+from data.loader import open_rows
+from data.tokenizer import load_tokenizer
+from latte_eqx import LanguageModel
 from train.metrics import read_metrics
+from train.restore import Run, restore_run
+
+# A latent is dead if it gets less than this share of the attention.
+DEAD = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Draw the losses of a run."""
+    """Draw the losses of a run and the latents that tokens of its validation text choose."""
 
     workdir: Path
     """The work directory of the run."""
+    step: int | None = None
+    """The checkpoint whose latents to draw; by default the newest."""
+    tokens: int = 25
+    """How many tokens a map shows."""
+    heads: int = 4
+    """How many heads of a layer have a map."""
 
 
 def plot_losses(metrics: Path, picture: Path) -> None:
-    """Draw training and validation loss over the tokens seen."""
+    """Draw training and validation loss."""
     records = list(read_metrics(metrics))
     training = [(record["step"], record["loss"]) for record in records if "loss" in record]
     validation = [(record["step"], record["valid_loss"]) for record in records if "valid_loss" in record]
@@ -36,10 +56,71 @@ def plot_losses(metrics: Path, picture: Path) -> None:
     plt.close(figure)
 
 
+def latent_shares(model: LanguageModel, tokens: Int[Array, " seq"]) -> Float[Array, "layers heads seq states"]:
+    """Return p(l|t) of every layer and head; with a window, it is state 0."""
+
+    def shares(block, x):
+        return block.mixer.shares(jax.vmap(block.mixer_norm)(x))
+
+    return eqx.filter_vmap(shares)(model.stack.blocks, model.layer_inputs(tokens))
+
+
+def latent_numbers(shares: Float[Array, "layers heads seq states"], *, has_window: bool) -> list[dict[str, float]]:
+    """Return for each layer, averaged over its heads, how evenly the states are used.
+
+    `used_states` is exp of the entropy of the mean share, between 1 and the number of states; `states_per_token` is exp
+    of a token's own entropy; `dead` counts the states of all heads that get less than 1 % of the attention.
+    """
+    mean = shares.mean(axis=2)
+    entropy = lambda p: -jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1)), 0).sum(axis=-1)
+    columns = {
+        "used_states": jnp.exp(entropy(mean)).mean(axis=-1),
+        "states_per_token": jnp.exp(entropy(shares).mean(axis=-1)).mean(axis=-1),
+        "dead": (mean < DEAD).sum(axis=(-2, -1)),
+    }
+    if has_window:
+        columns["window_share"] = mean[..., 0].mean(axis=-1)
+    return [{name: float(column[layer]) for name, column in columns.items()} for layer in range(shares.shape[0])]
+
+
+def plot_latents(run: Run, picture: Path, *, num_tokens: int, num_heads: int) -> None:
+    """Draw p(l|t) for some tokens of the validation text, layer by layer, and print the numbers behind it."""
+    kind = run.config.data
+    assert kind.directory is not None
+    tokens = jnp.asarray(open_rows(kind.directory, "valid", seq=kind.seq, pack="concat")[0]["inputs"])
+    has_window = run.config.model.mixer == "macchiato"
+    shares = eqx.filter_jit(latent_shares)(run.trainer.model(run.state), tokens)
+    print(f"{shares.shape[-1]} states for each of {shares.shape[1]} heads, over {shares.shape[2]} tokens")
+    for layer, numbers in enumerate(latent_numbers(shares, has_window=has_window)):
+        print(f"layer {layer}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers.items()))
+
+    tokenizer = load_tokenizer(run.tokenizer)
+    labels = [repr(tokenizer.decode([int(token)]))[1:-1] for token in tokens[-num_tokens:]]
+    maps = np.asarray(shares[:, :num_heads, -num_tokens:])
+    plt.switch_backend("agg")
+    figure, axes = plt.subplots(
+        *maps.shape[:2], figsize=(3 * maps.shape[1], 4 * maps.shape[0]), layout="constrained", squeeze=False
+    )
+    colors = ScalarMappable(Normalize(0, 1), "YlOrBr")
+    for (layer, head), panel in np.ndenumerate(axes):
+        panel.imshow(maps[layer, head], cmap=colors.cmap, norm=colors.norm, aspect="auto")
+        panel.set(title=f"layer {layer}, head {head}", xlabel="l (0 is the window)" if has_window else "l")
+        panel.set_yticks(range(len(labels)), labels if head == 0 else [""] * len(labels), fontsize=6)
+    figure.colorbar(colors, ax=axes, label="p(l|t)", shrink=0.4)
+    figure.savefig(picture, dpi=120)
+    plt.close(figure)
+
+
 def main(arguments: Arguments) -> None:
     """Draw into the work directory."""
-    picture = arguments.workdir / "loss.png"
-    plot_losses(arguments.workdir / "metrics.jsonl", picture)
+    plot_losses(arguments.workdir / "metrics.jsonl", arguments.workdir / "loss.png")
+    print(f"wrote {arguments.workdir / 'loss.png'}")
+    run = restore_run(arguments.workdir, step=arguments.step)
+    if run.config.model.mixer not in ("macchiato", "latte"):
+        print(f"no latents to draw: the mixer is {run.config.model.mixer}")
+        return
+    picture = arguments.workdir / "latents.png"
+    plot_latents(run, picture, num_tokens=arguments.tokens, num_heads=arguments.heads)
     print(f"wrote {picture}")
 
 

@@ -73,6 +73,14 @@ class LatteCausal(eqx.Module):
         y, latte = self._average(x, queries, keys, None, state.latte)
         return y, LatteMixerState(latte, feed)
 
+    def shares(
+        self, x: Float[Array, "seq dim"], segment_ids: Int[Array, " seq"] | None = None
+    ) -> Float[Array, "heads seq latents"]:
+        """Return $p(l|t)$."""
+        if not self.directed:
+            raise ValueError("Shares must not depend on the masses of the latents, got directed=False.")
+        return jax.nn.softmax(self.latents(x, segment_ids)[0])
+
     def _average(self, x, queries, keys, segment_ids, state):
         values = split_heads(jax.vmap(self.to_value)(x), self.num_heads)
         if self.directed:

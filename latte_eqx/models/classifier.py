@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from latte_eqx.layers import INIT_STD, linear, sinusoidal
+from latte_eqx.mixers import RSWA, LatteCausal
 from latte_eqx.models.config import ModelConfig
 from latte_eqx.models.stack import Stack
 
@@ -41,10 +42,17 @@ class Encoder(eqx.Module):
         if self.has_sinusoidal:
             x += sinusoidal(jnp.arange(x.shape[0]), x.shape[1]).astype(x.dtype)
         x = self.dropout(x, key=embedding_key, inference=key is None)
-        arguments = {} if mask is None else {"mask": mask}
-        x = self.stack(x, key=stack_key, **arguments).astype(jnp.float32)
+        x = self._mix(x, stack_key, mask).astype(jnp.float32)
         weight = jnp.ones(x.shape[0]) if mask is None else mask.astype(jnp.float32)
         return weight @ x / jnp.maximum(weight.sum(), 1)
+
+    def _mix(self, x, key, mask):
+        if mask is None:
+            return self.stack(x, key=key)
+        if isinstance(self.stack.blocks.mixer, LatteCausal | RSWA):
+            name = type(self.stack.blocks.mixer).__name__
+            raise ValueError(f"`mask` must be None for a mixer that takes none, got a mask for {name}.")
+        return self.stack(x, key=key, mask=mask)
 
     def _embed(self, inputs):
         is_floating = jnp.issubdtype(inputs.dtype, jnp.floating)

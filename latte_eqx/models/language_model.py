@@ -67,6 +67,13 @@ class LanguageModel(eqx.Module):
         x = self.dropout(x, key=embedding_key, inference=key is None)
         return self.stack(x, segment_ids, key=stack_key, wrap=wrap)
 
+    def layer_inputs(
+        self, tokens: Int[Array, " seq"], segment_ids: Int[Array, " seq"] | None = None
+    ) -> Float[Array, "layers seq dim"]:
+        """Return what each layer is given, to look into it."""
+        positions = positions_in_segments(segment_ids, tokens.shape[0])
+        return self.stack.layer_inputs(self._embed(tokens, positions), segment_ids)
+
     def init_state(self) -> LanguageModelState:
         """Return the state before the first token."""
         return LanguageModelState(self.stack.init_state(), jnp.zeros((), jnp.int32))

@@ -48,6 +48,12 @@ class Stack(eqx.Module):
 
         return jax.vmap(self.norm)(self._scan(run, x, keys, wrap)[0])
 
+    def layer_inputs(
+        self, x: Float[Array, "seq dim"], segment_ids: Int[Array, " seq"] | None = None
+    ) -> Float[Array, "layers seq dim"]:
+        """Return what each layer is given."""
+        return self._scan(lambda block, x, _: (block(x, segment_ids), x), x, None)[1]
+
     def init_state(self) -> PyTree:
         """Return the states of all layers before the first token."""
         return eqx.filter_vmap(lambda block: block.init_state())(self.blocks)

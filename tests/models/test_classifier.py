@@ -107,3 +107,11 @@ def test_wrong_inputs():
         build("latte")(NUMBERS)
     with pytest.raises(TypeError, match=r"`inputs` must be floating.* got int32"):
         build("macchiato", FEATURES)(TOKENS)
+
+
+@pytest.mark.parametrize(("mixer", "name"), [("latte", "LatteCausal"), ("r_swa", "RSWA")])
+def test_a_mask_for_a_mixer_that_takes_none_is_refused(mixer, name):
+    model = SequenceClassifier(ModelConfig(**TINY, mixer=mixer), CLASSES, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=f"`mask` must be None for a mixer that takes none, got a mask for {name}"):
+        model(TOKENS, MASK)
+    assert model(TOKENS).shape == (CLASSES,)

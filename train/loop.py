@@ -25,8 +25,8 @@ from train.metrics import MetricsLog, Sink
 from train.step import Batch, Trainer, TrainState, make_trainer
 from train.workdir import WorkDirectory
 
-# The step at which a profile begins, when everything is compiled, and how many steps it sees.
-PROFILE_FROM, PROFILED_STEPS = 10, 5
+# How many steps pass before a profile begins, when everything is compiled, and how many it sees.
+PROFILE_AFTER, PROFILED_STEPS = 10, 5
 
 
 class BadSteps(RuntimeError):
@@ -72,6 +72,7 @@ def train(
         ):
             if position.step:
                 display.say(f"goes on from step {position.step} of {config.steps}")
+            profiler = _Profiler(position.step + PROFILE_AFTER if profile else None, workdir.path / "profile")
             unread: dict[str, jax.Array] | None = None
             last: dict[str, float] = {}
             valid_loss: float | None = None
@@ -91,7 +92,7 @@ def train(
             read_step = position.step
             while position.step < config.steps:
                 batch = trainer.put_batch(next(batches))
-                _profile(profile, position.step, workdir.path / "profile")
+                profiler.tick(position.step)
                 state, metrics = trainer.train_step(state, batch)
                 position = replace(position, step=position.step + 1, batch=position.batch + 1)
                 read()
@@ -124,6 +125,7 @@ def train(
                     display.say(f"asked to stop: saved step {position.step}")
                     break
             read()
+            profiler.stop()
         checkpoints.wait()
     return trainer, state, position
 
@@ -197,11 +199,25 @@ def _write_reproducer(directory: Path, batch: Batch) -> Path:
     return path
 
 
-def _profile(is_wanted: bool, step: int, directory: Path) -> None:
-    if is_wanted and step == PROFILE_FROM:
-        jax.profiler.start_trace(directory)
-    if is_wanted and step == PROFILE_FROM + PROFILED_STEPS:
-        jax.profiler.stop_trace()
+class _Profiler:
+    """Trace a few steps from `first` on; none of them if it is `None`."""
+
+    def __init__(self, first: int | None, directory: Path):
+        self._first, self._directory, self._is_on = first, directory, False
+
+    def tick(self, step: int) -> None:
+        """Start or stop where it is time."""
+        if step == self._first:
+            jax.profiler.start_trace(self._directory)
+            self._is_on = True
+        elif self._first is not None and step == self._first + PROFILED_STEPS:
+            self.stop()
+
+    def stop(self) -> None:
+        """Write the trace, if one is being taken."""
+        if self._is_on:
+            jax.profiler.stop_trace()
+            self._is_on = False
 
 
 class _Preemption:

@@ -1,6 +1,7 @@
 """What a run writes down: `metrics.jsonl`, one record per step, is the source of truth; other sinks are copies."""
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +71,9 @@ class MetricsLog:
         """Write the numbers of a step; only the main process does."""
         if self._file is None:
             return
-        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        # JSON has no word for numbers that are not finite.
+        record = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **record}) + "\n")
         self._file.flush()
         for sink in self._sinks:
             sink.write(step, values)

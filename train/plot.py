@@ -43,7 +43,7 @@ class Arguments:
 def plot_losses(metrics: Path, picture: Path) -> None:
     """Draw training and validation loss."""
     records = list(read_metrics(metrics))
-    training = [(record["step"], record["loss"]) for record in records if "loss" in record]
+    training = [(record["step"], record["loss"]) for record in records if record.get("loss") is not None]
     validation = [(record["step"], record["valid_loss"]) for record in records if "valid_loss" in record]
     plt.switch_backend("agg")  # It needs no display.
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")

@@ -72,7 +72,7 @@ class CheckpointConfig:
     keep: int = 2
     """How many of the latest to keep."""
     keep_best: bool = True
-    """Keep the one with the lowest validation loss as well."""
+    """Keep as well the one with the lowest validation loss, of those that were validated when they were saved."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -106,7 +106,8 @@ def train(
                     last = {}
                     continue
                 is_last = position.step == config.steps
-                if position.step % config.eval_every == 0 or is_last:
+                is_evaluated = position.step % config.eval_every == 0 or is_last
+                if is_evaluated:
                     read()
                     with rates.pause():
                         valid_loss = evaluate(trainer, state, valid_rows, config.data.batch_size, config.eval_batches)
@@ -120,7 +121,8 @@ def train(
                         continue
                     with rates.pause():
                         meta = _meta(position, data_fingerprint, config)
-                        checkpoints.save(position.step, state, meta, loss=valid_loss, force=True)
+                        loss = valid_loss if is_evaluated else None
+                        checkpoints.save(position.step, state, meta, loss=loss, force=True)
                 if is_preempted and not is_last:
                     display.say(f"asked to stop: saved step {position.step}")
                     break

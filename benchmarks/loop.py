@@ -1,6 +1,6 @@
 """What does the loop cost beyond the compiled step?
 
-    python benchmarks/loop.py [--steps 80] [--repeats 3]
+    python benchmarks/loop.py [--steps 45] [--repeats 6]
 
 The smoke run of Latte-R-SWA++ without validation, checkpoints and start-up, against the same compiled step called in a
 bare Python loop on one batch. Contestants take turns; the best twenty steps of each count.
@@ -36,9 +36,9 @@ STRETCH = 20
 class Arguments:
     """Compare the training loop with bare calls of the compiled step."""
 
-    steps: int = 80
+    steps: int = 45
     """Steps of each turn."""
-    repeats: int = 3
+    repeats: int = 6
     """Turns of each."""
 
 

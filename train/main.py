@@ -9,7 +9,7 @@ The same command goes on where a run was left. Every field of the config can be 
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -70,9 +70,14 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     name = "run" if known.config is None else known.config.stem
     workdir = known.workdir or Path("runs") / (f"{name}_smoke" if known.smoke else name)
     if known.smoke:
-        config = smoke(config, directory=workdir / "data")
+        config = smoke(config, directory=workdir.absolute() / "data")
     default = CommandLine(config=known.config, workdir=workdir, smoke=known.smoke, run=config)
-    return tyro.cli(CommandLine, args=list(arguments), default=default, description=__doc__)
+    command = tyro.cli(CommandLine, args=list(arguments), default=default, description=__doc__)
+    if command.run.data.directory is None:
+        return command
+    # The run may be looked at from elsewhere.
+    data = replace(command.run.data, directory=command.run.data.directory.absolute())
+    return replace(command, run=replace(command.run, data=data))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -56,7 +56,10 @@ def test_the_command_line_goes_over_the_file(tmp_path):
     )
     assert command.run == want
     assert command.workdir == Path("runs") / file.stem
-    assert parse(["--config", str(file), "--smoke"]).workdir == Path("runs") / f"{file.stem}_smoke"
+    smoked = parse(["--config", str(file), "--smoke"])
+    assert smoked.workdir == Path("runs") / f"{file.stem}_smoke"
+    assert smoked.run.data.directory == Path.cwd() / "runs" / f"{file.stem}_smoke" / "data"
+    assert parse(["--config", str(file), "--data.directory", "mine"]).run.data.directory == Path.cwd() / "mine"
 
 
 def test_help_shows_every_field_with_its_default(capsys):

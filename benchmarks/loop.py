@@ -52,7 +52,7 @@ class Stopwatch:
         self.moments.append(time.perf_counter())
 
     def close(self):
-        pass
+        """Nothing is open."""
 
     def seconds(self) -> float:
         stretches = zip(self.moments, self.moments[STRETCH:], strict=False)

@@ -36,13 +36,9 @@ def evaluate_stream(run: Run, directory: Path, split: str) -> dict[str, float | 
     """Return the mean loss, perplexity and bits per token over all rows of a split."""
     kind = run.config.data
     rows = open_rows(directory, split, seq=kind.seq, pack=kind.pack)
-    total, count = 0.0, 0
     num_batches = math.ceil(len(rows) / kind.batch_size)
-    batches = sequential_batches(rows, batch_size=kind.batch_size)
-    for batch in track(batches, description="evaluating", total=num_batches):
-        summed, tokens = run.trainer.eval_step(run.state, run.trainer.put_batch(batch))
-        total, count = total + float(summed), count + int(tokens)
-    loss = total / count
+    batches = track(sequential_batches(rows, batch_size=kind.batch_size), "evaluating", total=num_batches)
+    loss, count = run.trainer.mean_loss(run.state, batches)
     return {"loss": loss, "perplexity": math.exp(loss), "bits_per_token": loss / math.log(2), "tokens": count}
 
 
@@ -52,8 +48,7 @@ def row_losses(run: Run, batch: dict[str, np.ndarray]) -> list[float]:
     for row in range(len(batch["targets"])):
         targets = np.full_like(batch["targets"], -1)
         targets[row] = batch["targets"][row]
-        summed, tokens = run.trainer.eval_step(run.state, run.trainer.put_batch({**batch, "targets": targets}))
-        losses.append(float(summed) / max(int(tokens), 1))
+        losses.append(run.trainer.mean_loss(run.state, [{**batch, "targets": targets}])[0])
     return losses
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ def train(
         _Preemption() as preemption,
     ):
         state, position = _begin(trainer, checkpoints, data_fingerprint)
+        # Only now is it the config of this run: one that does not fit must not replace the one that does.
+        workdir.write_config(to_dict(config))
         batches.set_state(state_at(position.batch, config.data.batch_size))
         with (
             closing(MetricsLog(workdir.metrics, step=position.step, sinks=sinks, is_main=is_main)) as log,
@@ -110,7 +113,8 @@ def train(
                 if is_evaluated:
                     read()
                     with rates.pause():
-                        valid_loss = evaluate(trainer, state, valid_rows, config.data.batch_size, config.eval_batches)
+                        valid_batches = sequential_batches(valid_rows, batch_size=config.data.batch_size)
+                        valid_loss, _ = trainer.mean_loss(state, islice(valid_batches, config.eval_batches))
                     log.write(position.step, valid_loss=valid_loss)
                     display.say(f"step {position.step}: validation loss {valid_loss:.4f} nats per token")
                 is_preempted = preemption.is_due(position.step)
@@ -130,17 +134,6 @@ def train(
             profiler.stop()
         checkpoints.wait()
     return trainer, state, position
-
-
-def evaluate(trainer: Trainer, state: TrainState, rows: Any, batch_size: int, num_batches: int | None = None) -> float:
-    """Return the mean loss over the first batches, or all, in order."""
-    total, count = 0.0, 0
-    for index, batch in enumerate(sequential_batches(rows, batch_size=batch_size)):
-        if index == num_batches:
-            break
-        summed, tokens = trainer.eval_step(state, trainer.put_batch(batch))
-        total, count = total + float(summed), count + int(tokens)
-    return total / count
 
 
 def _open_checkpoints(config: Config, workdir: WorkDirectory) -> Checkpoints:

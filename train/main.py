@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -100,7 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("work directory")
         _check_data(config)
-        _record_config(config, workdir)
+        _show_config(config, workdir.read_config())
         sinks = _sinks(command, config, workdir) if is_main else []
         trainer, state, position = train(config, workdir, sinks=sinks, profile=command.profile)
         if is_main:
@@ -139,14 +139,13 @@ def _check_data(config: Config) -> None:
         sys.exit(f"`model.vocab_size` must be at least {needed}, that of {config.data.directory}, got {got}.")
 
 
-def _record_config(config: Config, workdir: WorkDirectory) -> None:
-    """Print the config, keep it beside the checkpoints, and say what differs from the last time."""
-    new, old = to_dict(config), workdir.read_config()
+def _show_config(config: Config, last: dict[str, Any] | None) -> None:
+    """Print the config, and what differs from the last time."""
     if jax.process_index() == 0:
+        new = to_dict(config)
         print("\n".join(differences({}, new)).replace("nothing -> ", ""))
-        for line in differences(old or new, new):
+        for line in differences(last or new, new):
             print(f"differs from the last time: {line}")
-    workdir.write_config(new)
 
 
 def _sinks(command: CommandLine, config: Config, workdir: WorkDirectory) -> list[Sink]:

@@ -1,6 +1,6 @@
 """One step of training, and one of evaluation, over all devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -48,6 +48,14 @@ class Trainer(eqx.Module):
         specs = batch_specs(batch)
         put = lambda name: jax.make_array_from_process_local_data(NamedSharding(self.mesh, specs[name]), batch[name])
         return {name: put(name) for name in batch}
+
+    def mean_loss(self, state: TrainState, batches: Iterable[dict[str, Any]]) -> tuple[float, int]:
+        """Return the mean loss over all tokens of some batches, and how many they are."""
+        total, count = 0.0, 0
+        for batch in batches:
+            summed, tokens = self.eval_step(state, self.put_batch(batch))
+            total, count = total + float(summed), count + int(tokens)
+        return total / max(count, 1), count
 
     def model(self, state: TrainState) -> LanguageModel:
         """Return the model, with its arrays where they are."""

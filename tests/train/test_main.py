@@ -15,6 +15,7 @@ from train.evaluate import Arguments as EvaluateArguments
 from train.evaluate import main as evaluate
 from train.main import main
 from train.metrics import read_metrics
+from train.restore import restore_run
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.py"))
@@ -191,6 +192,19 @@ def test_flipped_byte_in_the_data_is_refused(tmp_path):
     tokens.write_bytes(content)
     with pytest.raises(ValueError, match=r"train\.tokens"):
         main(arguments(workdir, steps=4))
+
+
+def test_a_model_that_does_not_fit_leaves_the_run_as_it_is(tmp_path):
+    """Refused with the leaves that differ; the run can still be looked at and go on."""
+    workdir = tmp_path / "run"
+    main(arguments(workdir, steps=4))
+    before = (workdir / "config.json").read_bytes()
+    with pytest.raises(RuntimeError, match=r"params\.embedding"):
+        main(arguments(workdir, steps=8, **{"--model.dim": 64}))
+    assert (workdir / "config.json").read_bytes() == before
+    assert restore_run(workdir).step == 4
+    main(arguments(workdir, steps=6))
+    assert list(losses(workdir)) == list(range(1, 7))
 
 
 def test_a_changed_setting_is_named(tmp_path, capsys):

@@ -32,6 +32,8 @@ def restore_run(path: Path, *, step: int | None = None) -> Run:
         raise ValueError(f"The run in {path} must name its data, got no `data.directory`.")
     trainer = make_trainer(config, make_mesh(config.mesh))
     checkpoints = Checkpoints(workdir.checkpoints, every=config.checkpoint.every, read_only=True)
+    if step is not None and step not in checkpoints.steps():
+        raise ValueError(f"`step` must be one of {checkpoints.steps()}, the checkpoints in {path}, got {step}.")
     if step is None:
         restored = checkpoints.restore(trainer.abstract_state)
     else:

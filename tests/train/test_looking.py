@@ -138,6 +138,11 @@ def test_flops_of_the_papers_models(row, mixing):
     assert forward_flops_per_token(config, 1024) == pytest.approx(want, rel=1e-9)
 
 
+def test_a_step_that_was_not_saved_is_refused(workdir):
+    with pytest.raises(ValueError, match=r"`step` must be one of \[4, 8\], .* got 7"):
+        restore_run(workdir, step=7)
+
+
 def test_looking_at_nothing_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="`workdir` must hold a run"):
         restore_run(tmp_path)

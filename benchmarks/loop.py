@@ -1,9 +1,10 @@
 """What does the loop cost beyond the compiled step?
 
-    python benchmarks/loop.py [--steps 45] [--repeats 6]
+    python benchmarks/loop.py [--rounds 20]
 
 The smoke run of Latte-R-SWA++ without validation, checkpoints and start-up, against the same compiled step called in a
-bare Python loop on one batch. Contestants take turns; the best twenty steps of each count.
+bare Python loop on one batch. The two take turns every few seconds inside one run, and each turn is compared with the
+one beside it, so that a machine that is slow for a while is slow for both.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median, quantiles
 from typing import Any
 
 import jax
@@ -28,57 +30,53 @@ from train.loop import train
 from train.step import make_trainer
 from train.workdir import open_workdir
 
-# Steps over which a time is taken.
-STRETCH = 20
+# Steps of a turn that are timed, after some that are not: one of the other contestant may still be under way.
+STEPS, UNTIMED = 12, 3
 
 
 @dataclass(frozen=True)
 class Arguments:
     """Compare the training loop with bare calls of the compiled step."""
 
-    steps: int = 45
-    """Steps of each turn."""
-    repeats: int = 6
+    rounds: int = 20
     """Turns of each."""
 
 
-class Stopwatch:
-    """A sink of metrics that notes when each step was over; its time is that of the best stretch of steps."""
+class Turns:
+    """A sink of metrics that is told when a step of the loop is over, and lets bare steps have every second turn."""
 
-    def __init__(self):
-        self.moments: list[float] = []
+    def __init__(self, config: Config):
+        assert config.data.directory is not None
+        self._trainer = make_trainer(config, make_mesh(config.mesh))
+        rows = open_rows(config.data.directory, "train", seq=config.data.seq, pack=config.data.pack)
+        with contextlib.closing(make_batches(rows, batch_size=config.data.batch_size, seed=0)) as batches:
+            self._batch = self._trainer.put_batch(next(batches))
+        self._state, self._moments = self._trainer.init(), []
+        # Seconds of a step, in the loop and bare.
+        self.turns: list[tuple[float, float]] = []
 
     def write(self, step, values):
-        self.moments.append(time.perf_counter())
+        if "loss" not in values:
+            return
+        self._moments.append(time.perf_counter())
+        if len(self._moments) == UNTIMED + STEPS + 1:
+            self.turns.append((_seconds(self._moments), self._bare_seconds()))
+            self._moments = []
 
     def close(self):
         """Nothing is open."""
 
-    def seconds(self) -> float:
-        stretches = zip(self.moments, self.moments[STRETCH:], strict=False)
-        return min(end - start for start, end in stretches) / STRETCH
+    def _bare_seconds(self) -> float:
+        moments = []
+        for _ in range(UNTIMED + STEPS + 1):
+            self._state, _ = self._trainer.train_step(self._state, self._batch)
+            jax.block_until_ready(self._state)
+            moments.append(time.perf_counter())
+        return _seconds(moments)
 
 
-def loop_seconds(config: Config, directory: Path) -> float:
-    watch: Any = Stopwatch()
-    with open_workdir(directory) as workdir, contextlib.redirect_stdout(io.StringIO()):
-        train(config, workdir, sinks=[watch])
-    return watch.seconds()
-
-
-def bare_seconds(config: Config) -> float:
-    assert config.data.directory is not None
-    trainer = make_trainer(config, make_mesh(config.mesh))
-    rows = open_rows(config.data.directory, "train", seq=config.data.seq, pack=config.data.pack)
-    batches = make_batches(rows, batch_size=config.data.batch_size, seed=0)
-    batch, state = trainer.put_batch(next(batches)), trainer.init()
-    batches.close()
-    watch = Stopwatch()
-    for step in range(config.steps):
-        state, _ = trainer.train_step(state, batch)
-        jax.block_until_ready(state)
-        watch.write(step, {})
-    return watch.seconds()
+def _seconds(moments: list[float]) -> float:
+    return (moments[-1] - moments[UNTIMED]) / STEPS
 
 
 def main(arguments: Arguments) -> None:
@@ -88,12 +86,18 @@ def main(arguments: Arguments) -> None:
         jax.config.update("jax_compilation_cache_dir", str(base / "cache"))
         prepare_text([CORPUS], base / "data", quiet=True)
         config = smoke(load_config(Path(__file__).parents[1] / "configs/owt_latte_r_swa.py"), directory=base / "data")
-        tokens = arguments.steps * config.data.batch_size * config.data.seq
+        # One round more than is counted: the first one compiles.
+        tokens = (arguments.rounds + 1) * (UNTIMED + STEPS + 1) * config.data.batch_size * config.data.seq
         never = dict(eval_every=10**6, checkpoint=dataclasses.replace(config.checkpoint, every=10**6))
         config = dataclasses.replace(config, tokens=tokens, **never)
-        turns = [(bare_seconds(config), loop_seconds(config, base / f"run{turn}")) for turn in range(arguments.repeats)]
-    bare, loop = (min(column) for column in zip(*turns, strict=True))
-    print(f"bare step {1e3 * bare:.1f} ms, in the loop {1e3 * loop:.1f} ms: overhead {100 * (loop / bare - 1):.1f} %")
+        turns: Any = Turns(config)
+        with open_workdir(base / "run") as workdir, contextlib.redirect_stdout(io.StringIO()):
+            train(config, workdir, sinks=[turns])
+    loop, bare = zip(*turns.turns[1:], strict=True)
+    overheads = [100 * (a / b - 1) for a, b in zip(loop, bare, strict=True)]
+    low, _, high = quantiles(overheads, n=4)
+    print(f"a step takes {1e3 * median(bare):.1f} ms bare and {1e3 * median(loop):.1f} ms in the loop (medians)")
+    print(f"overhead {median(overheads):.1f} %; half of {len(overheads)} rounds lie between {low:.1f} and {high:.1f} %")
 
 
 if __name__ == "__main__":

@@ -14,19 +14,8 @@ import jax
 import numpy as np
 
 from latte_eqx import LanguageModel, ModelConfig
+from train.hardware import ACCELERATORS
 from train.optim import is_decayed
-
-# Dense bfloat16 FLOP/s of a device, as its maker states them.
-PEAK_FLOPS = {
-    "TPU v4": 275e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5": 459e12,
-    "TPU v5p": 459e12,
-    "TPU v6 lite": 918e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-}
 
 
 def forward_flops_per_token(config: ModelConfig, seq: int) -> float:
@@ -59,4 +48,4 @@ def train_flops_per_token(config: ModelConfig, seq: int) -> float:
 
 def peak_flops(device_kind: str) -> float | None:
     """Return what such a device could do at most, or none where nobody says."""
-    return PEAK_FLOPS.get(device_kind)
+    return next((device.peak_flops for device in ACCELERATORS.values() if device.kind == device_kind), None)

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from latte_eqx.ops import LatteState, latte_bidirectional, latte_causal, linear_attention
-from latte_eqx.ops.latte import chunked
+from latte_eqx.ops.latte import chunked, passes
 from latte_eqx.ops.latte.causal import IMPLEMENTATIONS
 from tests.ops import latte_oracle as oracle
 
-BLOCK, CHUNK = chunked.BLOCK, chunked.CHUNK
+BLOCK, CHUNK = passes.BLOCK, passes.CHUNK
 LATENTS, DIM = 4, 5
 KEYS = {
     "normal": lambda rng, shape: rng.normal(size=shape),

@@ -1,19 +1,22 @@
 """Causal Latte: each token picks latents, each latent averages the values seen so far."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.batching import vary_alike
 from latte_eqx.ops.dispatch import Implementation, select
-from latte_eqx.ops.latte import chunked, reference, scan
+from latte_eqx.ops.latte import chunked, passes, reference, scan
 from latte_eqx.ops.latte.state import LatteState, empty_like
+from latte_eqx.ops.precision import products_like
 from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.validation import check_floating, check_shape
 
 IMPLEMENTATIONS = {
     "reference": reference.latte_causal,
     "scan": scan.latte_causal,
-    "chunked": chunked.latte_causal,
+    "chunked": partial(passes.latte_causal, passes=chunked.PASSES),
 }
 
 
@@ -59,4 +62,5 @@ def latte_causal(
         check_shape("state.peak", state.peak, (*batch, latents), "(*batch, latents)")
         check_shape("state.mass", state.mass, (*batch, latents), "(*batch, latents)")
         state = LatteState(*(x.astype(jnp.float32) for x in (state.average, state.peak, state.mass)))
-    return implement(*vary_alike((weights, keys, values, segment_ids, state)))
+    with products_like(values):
+        return implement(*vary_alike((weights, keys, values, segment_ids, state)))

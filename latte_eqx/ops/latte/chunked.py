@@ -12,8 +12,7 @@ the smallest float. Where keys rise so steeply that one is not, the chunk is rea
 never pay for that, and no key breaks it. The backward pass keeps the states between chunks and recomputes the rest.
 """
 
-from functools import partial
-from math import ceil, prod
+from math import prod
 from typing import NamedTuple
 
 import jax
@@ -21,73 +20,29 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from latte_eqx.ops.batching import leading_vmap
 from latte_eqx.ops.latte import scan
+from latte_eqx.ops.latte.passes import BLOCK, Passes
 from latte_eqx.ops.latte.state import LOWEST, LatteState
 from latte_eqx.ops.segments import segment_starts
 
-# Tokens in a block, and the most blocks in a chunk. Blocks trade square products against sums per block; more blocks in
-# a chunk make for fewer and larger operations.
-BLOCK, BLOCKS = 32, 8
-CHUNK = BLOCK * BLOCKS
 # A CPU's cache holds a chunk of about this many rows.
 CACHED_ROWS = 32
 # A token whose mass falls below this is e^50 under its chunk's reference: terms that matter to it might underflow.
 SMALLEST_MASS = 2e-22
 
 
-def latte_causal(
+def forward(
     weights: Float[Array, "*batch seq latents"],
     keys: Float[Array, "*batch seq latents"],
     values: Float[Array, "*batch seq dim"],
     segment_ids: Int[Array, "*#batch seq"] | None,
     state: LatteState,
-) -> tuple[Float[Array, "*batch seq dim"], LatteState]:
-    """Read a chunk at a time."""
-    seq = keys.shape[-2]
-    if seq == 0:
-        return values, state
-    block, blocks, chunks = _plan(seq)
-    padding = block * blocks * chunks - seq
-    pad = lambda x, **how: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)], **how)
-    # A padded token weighs nothing and belongs to the last document, so it leaves the state as it is.
-    keys = pad(keys, constant_values=-jnp.inf)
-    if segment_ids is not None:
-        segment_ids = pad(segment_ids[..., None], mode="edge")[..., 0]
-    y, state = _latte_causal(pad(weights), keys, pad(values), segment_ids, state, (block, blocks))
-    return y[..., :seq, :], state
+    *,
+    chunk: int,
+) -> tuple[Float[Array, "*batch seq dim"], LatteState, LatteState]:
+    """Read the chunks one after another."""
+    shape = _shape(chunk)
 
-
-def _plan(seq: int) -> tuple[int, int, int]:
-    """Return the tokens in a block, the blocks in a chunk, and the chunks, with little to pad."""
-    block = min(BLOCK, seq)
-    all_blocks = ceil(seq / block)
-    chunks = ceil(all_blocks / BLOCKS)
-    return block, ceil(all_blocks / chunks), chunks
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _latte_causal(weights, keys, values, segment_ids, state, shape):
-    y, state, _ = _forward(shape)(weights, keys, values, segment_ids, state)
-    return y, state
-
-
-def _save(weights, keys, values, segment_ids, state, shape):
-    y, state, boundaries = _forward(shape)(weights, keys, values, segment_ids, state)
-    return (y, state), (weights, keys, values, segment_ids, state, boundaries)
-
-
-def _restore(shape, residuals, cotangents):
-    return _backward(shape)(*residuals, *cotangents)
-
-
-_latte_causal.defvjp(_save, _restore)
-
-
-def _forward(shape):
-    """Return the forward pass for chunks of a shape: the outputs, the last state, and the states before each chunk."""
-
-    @leading_vmap
     @_in_cache
     def run(weights, keys, values, segment_ids, state):
         def read(carry, index):
@@ -97,18 +52,31 @@ def _forward(shape):
             return (after, _put(y, new_y, index)), state
 
         steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1]))
-        (state, y), boundaries = lax.scan(read, (state, jnp.zeros_like(values)), steps)
-        return y, state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, keys.ndim - 2), boundaries)
+        (state, y), states = lax.scan(read, (state, jnp.zeros_like(values)), steps)
+        return y, state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, keys.ndim - 2), states)
 
-    return run
+    return run(weights, keys, values, segment_ids, state)
 
 
-def _backward(shape):
-    """Return the backward pass: the cotangents of the arguments, from the last chunk to the first."""
+def backward(
+    weights: Float[Array, "*batch seq latents"],
+    keys: Float[Array, "*batch seq latents"],
+    values: Float[Array, "*batch seq dim"],
+    segment_ids: Int[Array, "*#batch seq"] | None,
+    last_state: LatteState,
+    states: LatteState,
+    dy: Float[Array, "*batch seq dim"],
+    dstate: LatteState,
+    *,
+    chunk: int,
+) -> tuple[
+    Float[Array, "*batch seq latents"], Float[Array, "*batch seq latents"], Float[Array, "*batch seq dim"], LatteState
+]:
+    """Go from the last chunk to the first."""
+    shape = _shape(chunk)
 
-    @leading_vmap
     @_in_cache
-    def run(weights, keys, values, segment_ids, state, boundaries, dy, dstate):
+    def run(weights, keys, values, segment_ids, last_state, states, dy, dstate):
         def unread(carry, step):
             dafter, after, gradients = carry
             index, before = step
@@ -122,12 +90,24 @@ def _backward(shape):
             return (dbefore, before, tuple(map(_put, gradients, new, (index,) * 3))), None
 
         gradients = tuple(jnp.zeros_like(x) for x in (weights, keys, values))
-        boundaries = jax.tree.map(lambda x: jnp.moveaxis(x, keys.ndim - 2, 0), boundaries)
-        steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1])), boundaries
-        (dstate, _, gradients), _ = lax.scan(unread, (dstate, state, gradients), steps, reverse=True)
-        return *gradients, None, dstate
+        states = jax.tree.map(lambda x: jnp.moveaxis(x, keys.ndim - 2, 0), states)
+        steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1])), states
+        (dstate, _, gradients), _ = lax.scan(unread, (dstate, last_state, gradients), steps, reverse=True)
+        return *gradients, dstate
 
-    return run
+    return run(weights, keys, values, segment_ids, last_state, states, dy, dstate)
+
+
+PASSES = Passes(forward, backward)
+
+
+def _shape(chunk: int) -> tuple[int, int]:
+    """Return the tokens in a block, and the blocks.
+
+    Blocks trade square products against sums per block; more blocks in a chunk make for fewer and larger operations.
+    """
+    block = min(BLOCK, chunk)
+    return block, chunk // block
 
 
 def _in_cache(run):

@@ -1,0 +1,102 @@
+"""What all implementations that read in chunks share: how a sequence is cut, and what is kept for the backward pass.
+
+The forward pass keeps the states between chunks, and the backward pass computes the rest again from them. Chunks are
+cut alike on every platform, so that the passes of one can be exchanged for those of another when a program is compiled.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from math import ceil
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from latte_eqx.ops.batching import leading_vmap
+from latte_eqx.ops.latte.state import LatteState
+from latte_eqx.ops.precision import products_like
+
+# Every chunk has at most so many tokens, and is a whole number of blocks unless it is shorter than one.
+CHUNK, BLOCK = 256, 32
+
+
+class Passes(NamedTuple):
+    """Both passes of an implementation, over sequences that are a whole number of chunks long.
+
+    `forward(weights, keys, values, segment_ids, state, *, chunk)` returns the outputs, the last state, and the states
+    before each chunk, with the chunks as the last axis of the batch. `backward(weights, keys, values, segment_ids,
+    last_state, states, dy, dstate, *, chunk)` returns the cotangents of weights, keys, values and the first state.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def by_platform(**platforms: Passes) -> Passes:
+    """Take the passes of the platform that the program is compiled for; `default` names those of all others."""
+
+    def choose(which: str) -> Callable[..., Any]:
+        def run(*arrays: Any, chunk: int) -> Any:
+            passes = {name: partial(getattr(passes, which), chunk=chunk) for name, passes in platforms.items()}
+            return lax.platform_dependent(*arrays, **passes)
+
+        return run
+
+    return Passes(choose("forward"), choose("backward"))
+
+
+def latte_causal(
+    weights: Float[Array, "*batch seq latents"],
+    keys: Float[Array, "*batch seq latents"],
+    values: Float[Array, "*batch seq dim"],
+    segment_ids: Int[Array, "*#batch seq"] | None,
+    state: LatteState,
+    *,
+    passes: Passes,
+    shortest: int = 1,
+) -> tuple[Float[Array, "*batch seq dim"], LatteState]:
+    """Read a chunk at a time; shorter sequences are padded to `shortest`."""
+    seq = keys.shape[-2]
+    if seq == 0:
+        return values, state
+    chunk, chunks = _plan(max(seq, shortest))
+    padding = chunk * chunks - seq
+    pad = lambda x, **how: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)], **how)
+    if padding:
+        # A padded token weighs nothing and belongs to the last document, so it leaves the state as it is.
+        weights, values, keys = pad(weights), pad(values), pad(keys, constant_values=-jnp.inf)
+        if segment_ids is not None:
+            segment_ids = pad(segment_ids[..., None], mode="edge")[..., 0]
+    y, state = _latte_causal(weights, keys, values, segment_ids, state, passes, chunk)
+    return y[..., :seq, :], state
+
+
+def _plan(seq: int) -> tuple[int, int]:
+    """Return the tokens in a chunk, and the chunks, with little to pad."""
+    block = min(BLOCK, seq)
+    blocks = ceil(seq / block)
+    chunks = ceil(blocks * block / CHUNK)
+    return block * ceil(blocks / chunks), chunks
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _latte_causal(weights, keys, values, segment_ids, state, passes, chunk):
+    return _save(weights, keys, values, segment_ids, state, passes, chunk)[0]
+
+
+def _save(weights, keys, values, segment_ids, state, passes, chunk):
+    forward = leading_vmap(partial(passes.forward, chunk=chunk))
+    y, last, states = forward(weights, keys, values, segment_ids, state)
+    return (y, last), (weights, keys, values, segment_ids, last, states)
+
+
+def _restore(passes, chunk, residuals, cotangents):
+    backward = leading_vmap(partial(passes.backward, chunk=chunk))
+    with products_like(cotangents[0]):
+        dweights, dkeys, dvalues, dstate = backward(*residuals, *cotangents)
+    return dweights, dkeys, dvalues, None, dstate
+
+
+_latte_causal.defvjp(_save, _restore)

@@ -1,23 +1,39 @@
 """Causal Latte: each token picks latents, each latent averages the values seen so far."""
 
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.batching import vary_alike
-from latte_eqx.ops.dispatch import Implementation, select
-from latte_eqx.ops.latte import chunked, passes, reference, scan
+from latte_eqx.ops.dispatch import Choice, Implementation, chosen_passes, kernels_only, select
+from latte_eqx.ops.latte import chunked, pallas_tpu, passes, reference, scan
 from latte_eqx.ops.latte.state import LatteState, empty_like
 from latte_eqx.ops.precision import products_like
 from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.validation import check_floating, check_shape
 
+KERNELS = {"tpu": pallas_tpu.PASSES}
 IMPLEMENTATIONS = {
     "reference": reference.latte_causal,
     "scan": scan.latte_causal,
     "chunked": partial(passes.latte_causal, passes=chunked.PASSES),
+    "pallas": partial(passes.latte_causal, passes=kernels_only(**KERNELS), shortest=passes.BLOCK),
 }
+DEFAULTS = {
+    "cpu": Choice("chunked", "there are no kernels for CPUs"),
+    "tpu": Choice("pallas", f"it moves the least memory; fewer than {passes.BLOCK} tokens are left to 'chunked'"),
+    "cuda": Choice("chunked", "TODO"),
+}
+CHOSEN_PASSES = chosen_passes(DEFAULTS, KERNELS, chunked.PASSES)
+
+
+def automatic(weights: Float[Array, "*batch seq latents"], *arrays: Any) -> tuple[Array, LatteState]:
+    """Take the implementation for the platform that the program is compiled for."""
+    # A few tokens, while decoding above all, are not worth a kernel.
+    is_short = weights.shape[-2] < passes.BLOCK
+    return passes.latte_causal(weights, *arrays, passes=chunked.PASSES if is_short else CHOSEN_PASSES)
 
 
 def latte_causal(
@@ -40,13 +56,14 @@ def latte_causal(
     - `values`: what is averaged.
     - `segment_ids`: document numbers, not decreasing along `seq`; a change starts a fresh state.
     - `state`: what was read before; the first token continues its document.
-    - `implementation`: `"reference"`, `"scan"` or `"chunked"`; `None` chooses.
+    - `implementation`: `"reference"`, `"scan"`, `"chunked"` or `"pallas"` (for TPUs and GPUs); `None` chooses by the
+      platform that the program is compiled for, see `latte_eqx.ops.describe`.
 
     **Returns:** `y`, in the dtype of `values`, and the state after the last token. A token that has seen only padded
     positions gets zero. All sums are float32. The state's peak counts as a constant in derivatives: it is a unit in
     which the mass is counted, and cancels.
     """
-    implement = select("latte_causal", IMPLEMENTATIONS, implementation)
+    implement = automatic if implementation is None else select("latte_causal", IMPLEMENTATIONS, implementation)
     check_floating(weights=weights, keys=keys, values=values)
     if keys.ndim < 2:
         raise ValueError(f"`keys` must have at least the axes (seq, latents), got shape {keys.shape}.")

@@ -20,8 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte import scan
-from latte_eqx.ops.latte.passes import BLOCK, Passes
+from latte_eqx.ops.latte.passes import BLOCK
 from latte_eqx.ops.latte.state import LOWEST, LatteState
 from latte_eqx.ops.segments import segment_starts
 

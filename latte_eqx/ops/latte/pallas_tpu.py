@@ -34,8 +34,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte.chunked import SMALLEST_MASS
-from latte_eqx.ops.latte.passes import Passes
 from latte_eqx.ops.latte.state import LOWEST, LatteState
 
 LANES = 128

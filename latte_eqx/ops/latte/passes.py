@@ -1,50 +1,28 @@
 """What all implementations that read in chunks share: how a sequence is cut, and what is kept for the backward pass.
 
-The forward pass keeps the states between chunks, and the backward pass computes the rest again from them. Chunks are
-cut alike on every platform, so that the passes of one can be exchanged for those of another when a program is compiled.
+The forward pass keeps the states between chunks, and the backward pass computes the rest again from them. Sequences
+are a whole number of chunks long, cut alike on every platform:
+
+    forward(weights, keys, values, segment_ids, state, *, chunk)
+        returns the outputs, the last state, and the states before each chunk, the chunks being the last axis of a batch
+    backward(weights, keys, values, segment_ids, last_state, states, dy, dstate, *, chunk)
+        returns the cotangents of weights, keys, values and the first state
 """
 
-from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.batching import leading_vmap
+from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte.state import LatteState
 from latte_eqx.ops.precision import products_like
 
 # Every chunk has at most so many tokens, and is a whole number of blocks unless it is shorter than one.
 CHUNK, BLOCK = 256, 32
-
-
-class Passes(NamedTuple):
-    """Both passes of an implementation, over sequences that are a whole number of chunks long.
-
-    `forward(weights, keys, values, segment_ids, state, *, chunk)` returns the outputs, the last state, and the states
-    before each chunk, with the chunks as the last axis of the batch. `backward(weights, keys, values, segment_ids,
-    last_state, states, dy, dstate, *, chunk)` returns the cotangents of weights, keys, values and the first state.
-    """
-
-    forward: Callable[..., Any]
-    backward: Callable[..., Any]
-
-
-def by_platform(**platforms: Passes) -> Passes:
-    """Take the passes of the platform that the program is compiled for; `default` names those of all others."""
-
-    def choose(which: str) -> Callable[..., Any]:
-        def run(*arrays: Any, chunk: int) -> Any:
-            passes = {name: partial(getattr(passes, which), chunk=chunk) for name, passes in platforms.items()}
-            return lax.platform_dependent(*arrays, **passes)
-
-        return run
-
-    return Passes(choose("forward"), choose("backward"))
 
 
 def latte_causal(

@@ -1,9 +1,17 @@
 """What a person sees of a run, on its first process: a live display on a terminal, plain lines elsewhere."""
 
+import linecache
+import sys
 import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+ROOT = Path(__file__).parents[1]
 
 
 class Display:
@@ -52,3 +60,20 @@ class Display:
 def _clock(seconds: float) -> str:
     hours, rest = divmod(round(seconds), 3600)
     return f"{hours}:{rest // 60:02}:{rest % 60:02}"
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """End the program with the message alone where code of this project raised it: it says what must hold.
+
+    What other code raises, and what nobody raised, is a fault that needs its traceback.
+    """
+    try:
+        yield
+    except Exception as error:
+        *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+        path = Path(frame.f_code.co_filename)
+        is_ours = any(path.is_relative_to(ROOT / folder) for folder in ("train", "data", "latte_eqx", "configs"))
+        if is_ours and linecache.getline(str(path), line).strip().startswith("raise "):
+            sys.exit(f"error: {error}")
+        raise

@@ -13,6 +13,7 @@ import tyro
 from rich.progress import track
 
 from data.loader import open_rows, sequential_batches
+from train.console import plain_errors
 from train.restore import Run, restore_run
 
 
@@ -66,4 +67,5 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    with plain_errors():
+        main(tyro.cli(Arguments, description=__doc__))

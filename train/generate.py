@@ -13,6 +13,7 @@ import tyro
 
 from data.tokenizer import load_tokenizer
 from latte_eqx import LanguageModel, generate
+from train.console import plain_errors
 from train.restore import restore_run
 
 
@@ -99,4 +100,5 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    with plain_errors():
+        main(tyro.cli(Arguments, description=__doc__))

@@ -21,6 +21,7 @@ from data import CORPUS
 from data.prepare import prepare_text
 from data.prepared import read_manifest
 from train.config import Config, load_config, smoke, to_dict
+from train.console import plain_errors
 from train.generate import write_sample
 from train.loop import train
 from train.metrics import Sink, TensorBoardSink, WandbSink
@@ -158,4 +159,5 @@ def _sinks(command: CommandLine, config: Config, workdir: WorkDirectory) -> list
 
 
 if __name__ == "__main__":
-    main()
+    with plain_errors():
+        main()

@@ -19,6 +19,7 @@ from matplotlib.colors import Normalize
 from data.loader import open_rows
 from data.tokenizer import load_tokenizer
 from latte_eqx import LanguageModel
+from train.console import plain_errors
 from train.metrics import read_metrics
 from train.restore import Run, restore_run
 
@@ -125,4 +126,5 @@ def main(arguments: Arguments) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Arguments, description=__doc__))
+    with plain_errors():
+        main(tyro.cli(Arguments, description=__doc__))

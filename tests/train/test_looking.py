@@ -15,6 +15,8 @@ from data.loader import open_rows
 from latte_eqx import PAPER_ROWS, LanguageModel
 from tests.train.test_main import ROWS, SEQ, arguments
 from train import evaluate, generate, plot
+from train.config import Config, from_dict
+from train.console import plain_errors
 from train.flops import forward_flops_per_token
 from train.main import main
 from train.metrics import MetricsLog, read_metrics
@@ -146,3 +148,13 @@ def test_a_step_that_was_not_saved_is_refused(workdir):
 def test_looking_at_nothing_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="`workdir` must hold a run"):
         restore_run(tmp_path)
+
+
+def test_errors_that_say_what_must_hold_come_without_a_traceback(tmp_path):
+    with pytest.raises(SystemExit, match="`workdir` must hold a run"), plain_errors():
+        restore_run(tmp_path)
+    # What nobody raised on purpose keeps its traceback.
+    with pytest.raises(KeyError), plain_errors():
+        from_dict(Config, {"no such field": 1})
+    with pytest.raises(TypeError), plain_errors():
+        jnp.zeros(2) @ jnp.zeros(3)

@@ -1,20 +1,42 @@
 """The elementwise linear recurrence h_t = a_t h_{t-1} + x_t."""
 
+from functools import partial
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from latte_eqx.ops.batching import vary_alike
-from latte_eqx.ops.dispatch import Implementation, select
-from latte_eqx.ops.linear_scan.chunked import linear_scan_chunked
+from latte_eqx.ops.dispatch import Choice, Implementation, chosen_passes, kernels_only, select
+from latte_eqx.ops.linear_scan import pallas_gpu, pallas_tpu
+from latte_eqx.ops.linear_scan.chunked import chunked_passes, linear_scan_chunked, linear_scan_in_passes
 from latte_eqx.ops.linear_scan.reference import linear_scan_reference
 from latte_eqx.ops.linear_scan.scan import linear_scan_scan
 from latte_eqx.ops.validation import check_floating, check_shape
 
+KERNELS = {"tpu": pallas_tpu.PASSES, "cuda": pallas_gpu.PASSES}
 IMPLEMENTATIONS = {
     "reference": linear_scan_reference,
     "scan": linear_scan_scan,
     "chunked": linear_scan_chunked,
+    "pallas": partial(linear_scan_in_passes, passes=kernels_only(**KERNELS)),
 }
+DEFAULTS = {
+    "cpu": Choice("chunked", "kernels are for accelerators; here it goes position by position"),
+    "tpu": Choice("pallas", "it moves each array once, 'chunked' moves them 2 to 5 times; one token: 'chunked'"),
+    "cuda": Choice("pallas", "it moves each array once or, of few channels, up to 1.8 times, 'chunked' 4 to 8 times"),
+}
+CHOSEN_PASSES = chosen_passes(DEFAULTS, KERNELS, chunked_passes())
+
+
+def automatic(
+    log_decay: Float[Array, "*batch seq dim"],
+    inputs: Float[Array, "*batch seq dim"],
+    state: Float32[Array, "*batch dim"],
+) -> tuple[Float[Array, "*batch seq dim"], Float32[Array, "*batch dim"]]:
+    """Take the implementation for the platform that the program is compiled for."""
+    # A single token is a multiplication and an addition, which compilers join with what is around them.
+    is_single = inputs.shape[-2] == 1
+    return linear_scan_in_passes(log_decay, inputs, state, chunked_passes() if is_single else CHOSEN_PASSES)
 
 
 def linear_scan(
@@ -31,9 +53,12 @@ def linear_scan(
     `log_decay` is at most 0: a 0 keeps the state exactly, `-inf` resets it exactly, as at the start of a document.
     Returns all h in the dtype of `inputs`, and the last one in float32, to be passed on as `state`. The recurrence runs
     in float32 whatever the inputs' dtypes; without a `state` it starts from zero.
+
+    `implementation=None` takes `"pallas"` where it is compiled for a TPU or a CUDA GPU, and `"chunked"` elsewhere and
+    for a single token.
     """
     _check(log_decay, inputs, state)
-    run = select("linear_scan", IMPLEMENTATIONS, implementation)
+    run = automatic if implementation is None else select("linear_scan", IMPLEMENTATIONS, implementation)
     if state is None:
         state = jnp.zeros_like(inputs, shape=inputs.shape[:-2] + inputs.shape[-1:], dtype=jnp.float32)
     if inputs.shape[-2] == 0:

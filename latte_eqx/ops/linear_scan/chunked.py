@@ -14,15 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
+from latte_eqx.ops.batching import leading_vmap
+from latte_eqx.ops.dispatch import Passes
+
 # A sequence takes 2 * CHUNK + length / CHUNK steps one after another: about the least for lengths of a few thousand.
 CHUNK = 64
 
 Outputs = tuple[Float[Array, "*batch seq dim"], Float32[Array, "*batch dim"]]
 Gradients = tuple[Float[Array, "*batch seq dim"], Float[Array, "*batch seq dim"], Float32[Array, "*batch dim"]]
-Residuals = tuple[Float[Array, "*batch seq dim"], Float32[Array, "*batch dim"], Float32[Array, "*batch seq dim"]]
+Residuals = tuple[Float[Array, "*batch seq dim"], Float32[Array, "*batch dim"], Float[Array, "*batch seq dim"]]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def linear_scan_chunked(
     log_decay: Float[Array, "*batch seq dim"],
     inputs: Float[Array, "*batch seq dim"],
@@ -30,27 +32,60 @@ def linear_scan_chunked(
     chunk: int | None = None,
 ) -> Outputs:
     """Chunks of `chunk` positions; `None` leaves the length of a chunk to the platform."""
-    return _forward_rule(log_decay, inputs, state, chunk)[0]
+    return linear_scan_in_passes(log_decay, inputs, state, chunked_passes(chunk))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def linear_scan_in_passes(
+    log_decay: Float[Array, "*batch seq dim"],
+    inputs: Float[Array, "*batch seq dim"],
+    state: Float32[Array, "*batch dim"],
+    passes: Passes,
+) -> Outputs:
+    """Run the forward pass, and when differentiated the backward pass.
+
+    `forward(log_decay, inputs, state, *, dtypes)` returns all h in each of the `dtypes`, and the last one in float32.
+    `backward(log_decay, state, h, h_cotangent, last_cotangent)` returns the gradients of `log_decay`, of the inputs and
+    of the state, each in the dtype of what it belongs to.
+    """
+    (h,), last = leading_vmap(partial(passes.forward, dtypes=(inputs.dtype,)))(log_decay, inputs, state)
+    return h, last
 
 
 def _forward_rule(
     log_decay: Float[Array, "*batch seq dim"],
     inputs: Float[Array, "*batch seq dim"],
     state: Float32[Array, "*batch dim"],
-    chunk: int | None,
+    passes: Passes,
 ) -> tuple[Outputs, Residuals]:
-    h, last = _by_chunk(_forward, _forward_in_chunks, chunk, log_decay, inputs, state)
-    # Keeping h beats computing it again from the chunks' starts: in float32 it is the output itself, alive anyway. From
-    # bfloat16 inputs the float32 h is kept, since a rounded one would spoil the gradient of a float32 `log_decay`.
-    return (h.astype(inputs.dtype), last), (log_decay, state, h)
+    # Keeping h beats computing it again from the chunks' starts: it is the output itself, alive anyway. Only if the
+    # inputs are coarser than `log_decay`, whose gradient a rounded h would spoil, it is kept in float32 besides.
+    is_coarser = inputs.dtype.itemsize < log_decay.dtype.itemsize
+    dtypes = (inputs.dtype, jnp.float32) if is_coarser else (inputs.dtype,)
+    h, last = leading_vmap(partial(passes.forward, dtypes=dtypes))(log_decay, inputs, state)
+    return (h[0], last), (log_decay, state, h[-1])
 
 
-def _backward_rule(chunk: int | None, residuals: Residuals, cotangents: Outputs) -> Gradients:
-    log_decay_grad, inputs_grad, state_grad = _by_chunk(_backward, _backward_in_chunks, chunk, *residuals, *cotangents)
-    return log_decay_grad.astype(residuals[0].dtype), inputs_grad.astype(cotangents[0].dtype), state_grad
+def _backward_rule(passes: Passes, residuals: Residuals, cotangents: Outputs) -> Gradients:
+    return leading_vmap(passes.backward)(*residuals, *cotangents)
 
 
-linear_scan_chunked.defvjp(_forward_rule, _backward_rule)
+linear_scan_in_passes.defvjp(_forward_rule, _backward_rule)
+
+
+def chunked_passes(chunk: int | None = None) -> Passes:
+    """The passes in chunks of `chunk` positions; `None` leaves the length of a chunk to the platform."""
+
+    def forward(log_decay: Array, inputs: Array, state: Array, *, dtypes: tuple[Any, ...]) -> tuple[Any, Array]:
+        h, last = _by_chunk(_forward, _forward_in_chunks, chunk, log_decay, inputs, state)
+        return tuple(h.astype(dtype) for dtype in dtypes), last
+
+    def backward(log_decay: Array, state: Array, h: Array, h_cotangent: Array, last_cotangent: Array) -> Gradients:
+        arrays = log_decay, state, h, h_cotangent, last_cotangent
+        log_decay_grad, inputs_grad, state_grad = _by_chunk(_backward, _backward_in_chunks, chunk, *arrays)
+        return log_decay_grad.astype(log_decay.dtype), inputs_grad.astype(h_cotangent.dtype), state_grad
+
+    return Passes(forward, backward)
 
 
 def _by_chunk(whole: Callable[..., Any], in_chunks: Callable[..., Any], chunk: int | None, *arrays: Array) -> Any:
@@ -84,7 +119,7 @@ def _forward(
 def _backward(
     log_decay: Float[Array, "*batch seq dim"],
     state: Float32[Array, "*batch dim"],
-    h: Float32[Array, "*batch seq dim"],
+    h: Float[Array, "*batch seq dim"],
     h_cotangent: Float[Array, "*batch seq dim"],
     last_cotangent: Float32[Array, "*batch dim"],
 ) -> tuple[Float32[Array, "*batch seq dim"], Float32[Array, "*batch seq dim"], Float32[Array, "*batch dim"]]:
@@ -104,7 +139,7 @@ def _backward(
         log_decay_grad = _write(log_decay_grad, passed * previous, position)
         return passed, log_decay_grad, _write(inputs_grad, gradient, position)
 
-    empty = jnp.zeros_like(h)
+    empty = jnp.zeros_like(h, dtype=jnp.float32)
     passed, log_decay_grad, inputs_grad = lax.fori_loop(0, length, step, (last_cotangent, empty, empty))
     return log_decay_grad, inputs_grad, passed
 
@@ -129,7 +164,7 @@ def _forward_in_chunks(
 def _backward_in_chunks(
     log_decay: Float[Array, "*batch seq dim"],
     state: Float32[Array, "*batch dim"],
-    h: Float32[Array, "*batch seq dim"],
+    h: Float[Array, "*batch seq dim"],
     h_cotangent: Float[Array, "*batch seq dim"],
     last_cotangent: Float32[Array, "*batch dim"],
     *,
@@ -137,7 +172,7 @@ def _backward_in_chunks(
 ) -> tuple[Float32[Array, "*batch seq dim"], Float32[Array, "*batch seq dim"], Float32[Array, "*batch dim"]]:
     """What `_backward` returns, with the chunks as one more batch axis."""
     log_decays, hs, h_cotangents = _split(log_decay, chunk), _split(h, chunk), _split(h_cotangent, chunk)
-    states = jnp.concatenate([state[..., None, :], hs[..., :-1, -1, :]], axis=-2)
+    states = jnp.concatenate([state[..., None, :], hs[..., :-1, -1, :].astype(jnp.float32)], axis=-2)
     _, _, own = _backward(log_decays, states, hs, h_cotangents, jnp.zeros_like(states))
     starts = _chunk_starts(log_decays, own, last_cotangent, reverse=True)
     log_decay_grad, inputs_grad, passed = _backward(log_decays, states, hs, h_cotangents, starts)

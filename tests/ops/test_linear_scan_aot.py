@@ -1,0 +1,82 @@
+"""The kernels, compiled for accelerators that need not be here."""
+
+import re
+import subprocess
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from latte_eqx.ops import linear_scan
+from train import hardware
+
+# Compiled as users compile.
+pytestmark = pytest.mark.usefixtures("optimized")
+
+# Shapes of inputs, and how many of the GPU's kernels they take: a few channels of long rows are cut into pieces.
+SETTINGS = {
+    "whole": ((6, 1024, 768), jnp.float32, jnp.float32, 2),
+    "pieces": ((1, 1024, 1536), jnp.float32, jnp.bfloat16, 4),
+    "odd": ((3, 777, 96), jnp.bfloat16, jnp.float32, 4),
+    "coarse": ((8, 1024, 768), jnp.bfloat16, jnp.bfloat16, 2),
+    "token": ((2, 1, 1000), jnp.float32, jnp.float32, 2),
+    "long": ((1, 65536, 256), jnp.bfloat16, jnp.bfloat16, 4),
+}
+
+
+def every_setting(**quick):
+    """All settings on all accelerators; those that are not named as `quick` are slow."""
+    cases = [
+        pytest.param(name, setting, marks=[] if setting in chosen else pytest.mark.slow)
+        for name, chosen in quick.items()
+        for setting in SETTINGS
+    ]
+    return pytest.mark.parametrize(("kind", "setting"), cases)
+
+
+def both_passes(log_decay, inputs, state, *cotangents):
+    function = partial(linear_scan, implementation="pallas")
+    outputs, pullback = jax.vjp(lambda *arrays: function(*arrays[:2], state=arrays[2]), log_decay, inputs, state)
+    return outputs, pullback(cotangents)
+
+
+def compile_for(topology, setting):
+    shape, decay_dtype, dtype, _ = SETTINGS[setting]
+    try:
+        target = hardware.target(topology)
+        abstract = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(target.devices[0]))
+        h, state = abstract(shape, dtype), abstract((shape[0], shape[2]), jnp.float32)
+        return target.compile(jax.jit(both_passes), abstract(shape, decay_dtype), h, state, h, state)
+    except hardware.CompilerMissing as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.mark.tpu_aot
+@every_setting(v5e=["whole", "pieces", "odd"], v5p=["whole"], v6e=["whole"])
+def test_tpu(kind, setting):
+    text = compile_for(f"{kind}:{'2x2x1' if kind == 'v5p' else '1x1'}", setting).as_text()
+    assert text.count('custom_call_target="tpu_custom_call"') == 2
+    assert " pad(" not in text
+    assert " while(" not in text
+
+
+@pytest.mark.gpu_aot
+@every_setting(a100=["whole", "pieces"], h100=["odd"])
+def test_gpu(kind, setting, tmp_path, monkeypatch):
+    """All that a thread knows stays in registers."""
+    options = hardware._gpu_options
+    monkeypatch.setattr(hardware, "_gpu_options", lambda: options() | {"xla_dump_to": str(tmp_path)})
+    text = compile_for(f"{kind}:1", setting).as_text()
+    assert text.count(" custom-call(") == SETTINGS[setting][-1]
+    assert " pad(" not in text
+
+    assembler = Path(options()["xla_gpu_cuda_data_dir"]) / "bin" / "ptxas"
+    kernels = [file for file in tmp_path.glob("*.ptx") if ".entry linear_scan" in file.read_text()]
+    assert len(kernels) == SETTINGS[setting][-1]
+    for kernel in kernels:
+        (architecture,) = re.findall(r"\.target (\w+)", kernel.read_text())
+        command = [assembler, "-v", "-arch", architecture, kernel, "-o", tmp_path / "binary"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "0 bytes spill stores, 0 bytes spill loads" in report, report

@@ -6,13 +6,18 @@ is what would run there: it can be weighed and read, but not timed.
 
 import os
 import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax.experimental import topologies
+from jax.experimental.compilation_cache import compilation_cache
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,7 @@ class Accelerator:
     peak_flops: float
     """Dense bfloat16 operations."""
     memory: float
+    """What a program can have of it, as the compiler counts."""
     memory_bandwidth: float
     link_bandwidth: float
     """What leaves for, or comes from, other devices over the fast interconnect, one way."""
@@ -31,12 +37,12 @@ class Accelerator:
 
 # By the names that topologies begin with. A TPU7x chip counts as two devices.
 ACCELERATORS = {
-    "v5e": Accelerator("TPU v5 lite", 197e12, 16e9, 819e9, 100e9),
-    "v5p": Accelerator("TPU v5", 459e12, 95e9, 2765e9, 300e9),
-    "v6e": Accelerator("TPU v6 lite", 918e12, 32e9, 1640e9, 224e9),
-    "tpu7x": Accelerator("TPU7x", 1153.5e12, 96e9, 3690e9, 300e9),
-    "a100": Accelerator("NVIDIA A100-SXM4-80GB", 312e12, 85100068864, 2039e9, 300e9),
-    "h100": Accelerator("NVIDIA H100 80GB HBM3", 989e12, 84942979072, 3352e9, 450e9),
+    "v5e": Accelerator("TPU v5 lite", 197e12, 15.75 * 2**30, 819e9, 100e9),
+    "v5p": Accelerator("TPU v5", 459e12, 95.73 * 2**30, 2765e9, 300e9),
+    "v6e": Accelerator("TPU v6 lite", 918e12, 31.24 * 2**30, 1640e9, 224e9),
+    "tpu7x": Accelerator("TPU7x", 1153.5e12, 94.74 * 2**30, 3690e9, 300e9),
+    "a100": Accelerator("NVIDIA A100-SXM4-80GB", 312e12, 85.100068864e9, 2039e9, 300e9),
+    "h100": Accelerator("NVIDIA H100 80GB HBM3", 989e12, 84.942979072e9, 3352e9, 450e9),
 }
 
 # What XLA has to know of a GPU to compile for it.
@@ -79,10 +85,32 @@ class Target:
     accelerator: Accelerator
     devices: tuple[Any, ...]
 
-    def compile(self, function: Any, *arguments: Any) -> jax.stages.Compiled:
-        """Compile a jitted function for arguments that say, as `jax.ShapeDtypeStruct`, how they lie on the devices."""
+    def compile(self, function: Any, *arguments: Any, **options: Any) -> jax.stages.Compiled:
+        """Compile a jitted function for arguments that say, as `jax.ShapeDtypeStruct`, how they lie on the devices.
+
+        Further options are the compiler's.
+        """
         lowered = function.trace(*arguments).lower(lowering_platforms=(self.platform,))
-        return lowered.compile(compiler_options=_gpu_options() if self.platform == "cuda" else None)
+        if self.platform == "cuda":
+            # Without a device nothing can be tuned by trying.
+            options |= {"xla_gpu_cuda_data_dir": str(_cuda_directory()), "xla_gpu_autotune_level": 0}
+        with _no_compilation_cache(), _flags_for_tpus() if self.platform == "tpu" else nullcontext():
+            return lowered.compile(compiler_options=options)
+
+    def gpu_kernels(self, function: Any, *arguments: Any) -> "list[GpuKernel]":
+        """Compile for a GPU, and return what its assembler says of each kernel."""
+        with tempfile.TemporaryDirectory() as directory:
+            self.compile(function, *arguments, xla_dump_to=directory)
+            return [kernel for path in sorted(Path(directory).glob("*.ptx")) for kernel in _assemble(path)]
+
+
+class GpuKernel(NamedTuple):
+    """What one kernel takes of a GPU: registers of a thread, and bytes that it shares with others or has to spill."""
+
+    name: str
+    registers: int
+    shared_memory: int
+    spilled: int
 
 
 @cache
@@ -115,11 +143,40 @@ def _tpu_topology(name: str, sides: list[int]) -> topologies.TopologyDescription
         os.environ.setdefault(variable, value)
     how = {"chips_per_host_bounds": (1, 1, 1)} if set(sides) == {1} else {}
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name, **how)
+        with _flags_for_tpus():
+            return topologies.get_topology_desc(platform="tpu", topology_name=name, **how)
     except jax.errors.JaxRuntimeError as error:
         if "libtpu" in str(error):
             raise CompilerMissing("TPUs") from error
         raise UnknownTopology(name) from error
+
+
+@contextmanager
+def _no_compilation_cache() -> Iterator[None]:
+    """Neither write nor read the cache: what was compiled for devices that are not here cannot be loaded from it."""
+    before = jax.config.values["jax_enable_compilation_cache"]
+    try:
+        jax.config.update("jax_enable_compilation_cache", False)
+        # Whether there is a cache is asked only once, unless it is forgotten.
+        compilation_cache.reset_cache()
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+@contextmanager
+def _flags_for_tpus() -> Iterator[None]:
+    """Hide flags for other platforms: the TPU compiler ends the process where it finds one that it does not know."""
+    flags = os.environ.get("XLA_FLAGS")
+    if flags is None:
+        yield
+        return
+    os.environ["XLA_FLAGS"] = " ".join(x for x in flags.split() if not x.startswith(("--xla_cpu", "--xla_gpu")))
+    try:
+        yield
+    finally:
+        os.environ["XLA_FLAGS"] = flags
 
 
 def _gpu_topology(kind: str, machines: int, devices: int) -> topologies.TopologyDescription:
@@ -151,10 +208,29 @@ def _gpu_topology(kind: str, machines: int, devices: int) -> topologies.Topology
         raise CompilerMissing("GPUs") from error
 
 
-def _gpu_options() -> dict[str, Any]:
-    """Without a device nothing can be tuned by trying."""
+def _cuda_directory() -> Path:
+    """Return where the assembler is."""
     try:
         from nvidia import cuda_nvcc  # pyright: ignore
     except ImportError as error:
         raise CompilerMissing("GPUs") from error
-    return {"xla_gpu_cuda_data_dir": str(Path(next(iter(cuda_nvcc.__path__)))), "xla_gpu_autotune_level": 0}
+    return Path(next(iter(cuda_nvcc.__path__)))
+
+
+def _assemble(path: Path) -> Iterator[GpuKernel]:
+    """Assemble a file once more, asking for a report; memory that is shared when a kernel starts is not in it."""
+    found = re.search(r"^\.target (\w+)", path.read_text(), re.MULTILINE)
+    # Of a program whose kernels are all written by hand, a file without any is left.
+    if found is None:
+        return
+    (architecture,) = found.groups()
+    command = [_cuda_directory() / "bin" / "ptxas", "-v", "-arch", architecture, path, "-o", path.with_suffix(".cubin")]
+    report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    for part in report.split("Compiling entry function ")[1:]:
+        count = lambda pattern, part=part: sum(map(int, re.findall(pattern, part)))
+        yield GpuKernel(
+            part.split("'")[1],
+            count(r"Used (\d+) registers"),
+            count(r"(\d+) bytes smem"),
+            count(r"(\d+) bytes spill"),
+        )

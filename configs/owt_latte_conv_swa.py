@@ -1,6 +1,6 @@
 """Latte-Conv-SWA++ on OpenWebText. Latte-Macchiato with a convolution: window and latents under one softmax.
 
-Paper: perplexity 18.52 on the validation split. Parameters: 154.27M. Tokens: 8.0 billion, 122,070 steps of 64 x 1024.
+Paper: perplexity 18.52 on the validation split. Parameters: 154.34M. Tokens: 8.0 billion, 122,070 steps of 64 x 1024.
 
     python -m data.prepare openwebtext --out prepared/openwebtext
     python -m train.main --config configs/owt_latte_conv_swa.py --data.directory prepared/openwebtext

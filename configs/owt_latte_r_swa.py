@@ -1,6 +1,6 @@
 """Latte-R-SWA++ on OpenWebText. Latte-Macchiato with an RG-LRU, the paper's best: window and latents under one softmax.
 
-Paper: perplexity 17.64 on the validation split. Parameters: 156.03M. Tokens: 8.0 billion, 122,070 steps of 64 x 1024.
+Paper: perplexity 17.64 on the validation split. Parameters: 156.10M. Tokens: 8.0 billion, 122,070 steps of 64 x 1024.
 
     python -m data.prepare openwebtext --out prepared/openwebtext
     python -m train.main --config configs/owt_latte_r_swa.py --data.directory prepared/openwebtext

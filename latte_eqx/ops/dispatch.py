@@ -16,6 +16,27 @@ class Choice(NamedTuple):
     reason: str
 
 
+# For each op and platform; any other platform is treated as a CPU. The numbers are those of `benchmarks/aot.py`.
+NO_KERNELS = Choice("chunked", "kernels are for accelerators")
+DEFAULTS: dict[str, dict[str, Choice]] = {
+    "latte_causal": {
+        "cpu": NO_KERNELS,
+        "tpu": Choice("pallas", "moves each array once, 'chunked' 2 to 13 times; fewer than 32 tokens: 'chunked'"),
+        "cuda": Choice("pallas", "TODO"),
+    },
+    "linear_scan": {
+        "cpu": NO_KERNELS,
+        "tpu": Choice("pallas", "moves each array once, 'chunked' 2 to 5 times; a single token: 'chunked'"),
+        "cuda": Choice("pallas", "moves each array 1 to 1.8 times, 'chunked' 4 to 8 times; a single token: 'chunked'"),
+    },
+    "window_attention": {
+        "cpu": NO_KERNELS,
+        "tpu": Choice("pallas", "TODO"),
+        "cuda": Choice("chunked", "TODO"),
+    },
+}
+
+
 class Passes(NamedTuple):
     """The forward and the backward pass of an implementation.
 
@@ -53,7 +74,15 @@ def kernels_only(**kernels: Passes) -> Passes:
     return by_platform(**kernels, default=next(iter(kernels.values())))
 
 
-def chosen_passes(choices: Mapping[str, Choice], kernels: Mapping[str, Passes], otherwise: Passes) -> Passes:
-    """Take kernels on the platforms whose choice is `"pallas"`, and `otherwise` on all others."""
-    chosen = {name: passes for name, passes in kernels.items() if choices[name].implementation == "pallas"}
+def chosen_passes(op: str, kernels: Mapping[str, Passes], otherwise: Passes) -> Passes:
+    """Take kernels on the platforms where they are the default, and `otherwise` on all others."""
+    chosen = {name: passes for name, passes in kernels.items() if DEFAULTS[op][name].implementation == "pallas"}
     return by_platform(**chosen, default=otherwise)
+
+
+def describe() -> None:
+    """Print which implementation of each op runs on which platform, and why."""
+    for op, choices in DEFAULTS.items():
+        print(op)
+        for platform, choice in choices.items():
+            print(f"  {platform:5} {choice.implementation:8} {choice.reason}")

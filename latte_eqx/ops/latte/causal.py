@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.batching import vary_alike
-from latte_eqx.ops.dispatch import Choice, Implementation, chosen_passes, kernels_only, select
+from latte_eqx.ops.dispatch import Implementation, chosen_passes, kernels_only, select
 from latte_eqx.ops.latte import chunked, pallas_tpu, passes, reference, scan
 from latte_eqx.ops.latte.state import LatteState, empty_like
 from latte_eqx.ops.precision import products_like
@@ -21,12 +21,7 @@ IMPLEMENTATIONS = {
     "chunked": partial(passes.latte_causal, passes=chunked.PASSES),
     "pallas": partial(passes.latte_causal, passes=kernels_only(**KERNELS), shortest=passes.BLOCK),
 }
-DEFAULTS = {
-    "cpu": Choice("chunked", "there are no kernels for CPUs"),
-    "tpu": Choice("pallas", f"it moves the least memory; fewer than {passes.BLOCK} tokens are left to 'chunked'"),
-    "cuda": Choice("chunked", "TODO"),
-}
-CHOSEN_PASSES = chosen_passes(DEFAULTS, KERNELS, chunked.PASSES)
+CHOSEN_PASSES = chosen_passes("latte_causal", KERNELS, chunked.PASSES)
 
 
 def automatic(weights: Float[Array, "*batch seq latents"], *arrays: Any) -> tuple[Array, LatteState]:

@@ -40,7 +40,8 @@ def forward(
     state: LatteState,
     *,
     chunk: int,
-) -> tuple[Float[Array, "*batch seq dim"], LatteState, LatteState]:
+    keep: bool,
+) -> tuple[Float[Array, "*batch seq dim"], LatteState, LatteState | None]:
     """Read the chunks one after another."""
     shape = _shape(chunk)
 
@@ -50,7 +51,7 @@ def forward(
             state, y = carry
             chunk = _chunk(weights, keys, values, segment_ids, state, index, shape)
             new_y, after = lax.cond(chunk.is_safe(), lambda: _read_chunk(chunk), lambda: _read_tokens(chunk))
-            return (after, _put(y, new_y, index)), state
+            return (after, _put(y, new_y, index)), state if keep else None
 
         steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1]))
         (state, y), states = lax.scan(read, (state, jnp.zeros_like(values)), steps)

@@ -59,28 +59,30 @@ def forward(
     state: LatteState,
     *,
     chunk: int,
+    keep: bool,
     interpret: Any = False,
-) -> tuple[Float[Array, "*batch seq dim"], LatteState, LatteState]:
+) -> tuple[Float[Array, "*batch seq dim"], LatteState, LatteState | None]:
     """Read the chunks one after another, rows and groups of heads side by side."""
     layout = _layout(keys, values, segment_ids, chunk)
     tokens = [layout.pack(x) for x in (weights, keys, values)]
     ids = [] if segment_ids is None else [layout.pack_ids(segment_ids)]
     start = layout.pack_state(state)
+    kept = start if keep else []
     y, *states = pl.pallas_call(
-        partial(_forward_kernel, layout, bool(ids)),
+        partial(_forward_kernel, layout, bool(ids), keep),
         grid=layout.grid,
         in_specs=[*map(layout.token_spec, tokens), *map(layout.id_spec, ids), *map(layout.state_spec, start)],
-        out_specs=[layout.token_spec(tokens[2]), *map(layout.state_spec, start), *map(layout.boundary_spec, start)],
+        out_specs=[layout.token_spec(tokens[2]), *map(layout.state_spec, start), *map(layout.boundary_spec, kept)],
         out_shape=[
             _like(values, tokens[2].shape, values.dtype),
             *[_like(values, x.shape) for x in start],
-            *[_like(values, (*x.shape[:2], layout.chunks, *x.shape[2:])) for x in start],
+            *[_like(values, (*x.shape[:2], layout.chunks, *x.shape[2:])) for x in kept],
         ],
         scratch_shapes=[*layout.state_scratch(), *layout.token_scratch(latents=2, dims=2, ids=bool(ids))],
         compiler_params=PARAMETERS,
         interpret=interpret,
     )(*tokens, *ids, *start)
-    return layout.unpack(y), layout.unpack_state(states[:3]), layout.unpack_state(states[3:])
+    return layout.unpack(y), layout.unpack_state(states[:3]), layout.unpack_state(states[3:]) if keep else None
 
 
 def backward(
@@ -291,9 +293,10 @@ def _like(x, shape, dtype=jnp.float32):
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
-def _forward_kernel(layout: _Layout, has_ids, weights, keys, values, *refs):
+def _forward_kernel(layout: _Layout, has_ids, keep, weights, keys, values, *refs):
     ids, refs = (refs[0], refs[1:]) if has_ids else (None, refs)
-    start, (y, *last), boundary, state, slow = refs[:3], refs[3:7], refs[7:10], refs[10:13], refs[13:]
+    start, (y, *last), boundary, refs = refs[:3], refs[3:7], refs[7 : 7 + 3 * keep], refs[7 + 3 * keep :]
+    state, slow = refs[:3], refs[3:]
     average, peak, mass = state
 
     @pl.when(pl.program_id(2) == 0)
@@ -301,7 +304,8 @@ def _forward_kernel(layout: _Layout, has_ids, weights, keys, values, *refs):
         average[...] = layout.spread(start[0][...])
         peak[...], mass[...] = start[1][...], start[2][...]
 
-    _store_state(layout, boundary, state)
+    if keep:
+        _store_state(layout, boundary, state)
     for index in range(layout.blocks):
         rows = slice(index * layout.block, (index + 1) * layout.block)
         block = _load(layout, weights, keys, values, ids, peak[...], mass[...], rows)

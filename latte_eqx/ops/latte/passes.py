@@ -3,8 +3,9 @@
 The forward pass keeps the states between chunks, and the backward pass computes the rest again from them. Sequences
 are a whole number of chunks long, cut alike on every platform:
 
-    forward(weights, keys, values, segment_ids, state, *, chunk)
-        returns the outputs, the last state, and the states before each chunk, the chunks being the last axis of a batch
+    forward(weights, keys, values, segment_ids, state, *, chunk, keep)
+        returns the outputs, the last state, and, to keep, the states before each chunk, with the chunks as the last
+        axis of the batch
     backward(weights, keys, values, segment_ids, last_state, states, dy, dstate, *, chunk)
         returns the cotangents of weights, keys, values and the first state
 """
@@ -61,11 +62,13 @@ def _plan(seq: int) -> tuple[int, int]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _latte_causal(weights, keys, values, segment_ids, state, passes, chunk):
-    return _save(weights, keys, values, segment_ids, state, passes, chunk)[0]
+    forward = leading_vmap(partial(passes.forward, chunk=chunk, keep=False))
+    y, last, _ = forward(weights, keys, values, segment_ids, state)
+    return y, last
 
 
 def _save(weights, keys, values, segment_ids, state, passes, chunk):
-    forward = leading_vmap(partial(passes.forward, chunk=chunk))
+    forward = leading_vmap(partial(passes.forward, chunk=chunk, keep=True))
     y, last, states = forward(weights, keys, values, segment_ids, state)
     return (y, last), (weights, keys, values, segment_ids, last, states)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from latte_eqx.ops.batching import vary_alike
-from latte_eqx.ops.dispatch import Choice, Implementation, chosen_passes, kernels_only, select
+from latte_eqx.ops.dispatch import Implementation, chosen_passes, kernels_only, select
 from latte_eqx.ops.linear_scan import pallas_gpu, pallas_tpu
 from latte_eqx.ops.linear_scan.chunked import chunked_passes, linear_scan_chunked, linear_scan_in_passes
 from latte_eqx.ops.linear_scan.reference import linear_scan_reference
@@ -20,12 +20,7 @@ IMPLEMENTATIONS = {
     "chunked": linear_scan_chunked,
     "pallas": partial(linear_scan_in_passes, passes=kernels_only(**KERNELS)),
 }
-DEFAULTS = {
-    "cpu": Choice("chunked", "kernels are for accelerators; here it goes position by position"),
-    "tpu": Choice("pallas", "it moves each array once, 'chunked' moves them 2 to 5 times; one token: 'chunked'"),
-    "cuda": Choice("pallas", "it moves each array once or, of few channels, up to 1.8 times, 'chunked' 4 to 8 times"),
-}
-CHOSEN_PASSES = chosen_passes(DEFAULTS, KERNELS, chunked_passes())
+CHOSEN_PASSES = chosen_passes("linear_scan", KERNELS, chunked_passes())
 
 
 def automatic(

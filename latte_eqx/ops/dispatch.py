@@ -31,8 +31,12 @@ DEFAULTS: dict[str, dict[str, Choice]] = {
     },
     "window_attention": {
         "cpu": NO_KERNELS,
-        "tpu": Choice("pallas", "TODO"),
-        "cuda": Choice("chunked", "TODO"),
+        "tpu": Choice(
+            "pallas",
+            "keeps logits on the chip; for up to 64 dims, which it would pad, and below 128 queries: 'chunked' "
+            "(splash attention fails inside a checked shard_map, and rounds float32)",
+        ),
+        "cuda": Choice("chunked", "cuDNN's attention can be traced only where the library is, and takes no float32"),
     },
 }
 

@@ -5,12 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
 
 from latte_eqx.ops.window_attention import IMPLEMENTATIONS, check_arrays, window_attention
 
-# The package attribute of this name is the function.
+# The package attributes of these names are the functions.
 chunked = importlib.import_module("latte_eqx.ops.window_attention.chunked")
+pallas_tpu = importlib.import_module("latte_eqx.ops.window_attention.pallas_tpu")
 
 WINDOW = 40
 BLOCK = 40
@@ -18,12 +20,30 @@ LENGTHS = [1, WINDOW, WINDOW + 1, BLOCK - 1, BLOCK + 1, 3 * BLOCK + 5]
 SMALL = {"batch": (2,), "heads": 2, "kv_heads": 1, "head_dim": 4, "value_dim": 6}
 
 
-@pytest.fixture(params=[*IMPLEMENTATIONS, "chunked, many steps"])
-def implementation(request, monkeypatch):
-    if "many steps" in request.param:
+COMPILED = ["reference", "chunked", "chunked, many steps"]
+
+
+def prepare(implementation, monkeypatch, interpret=True):
+    if "many steps" in implementation:
         # Two blocks in a step for the small windows below, one for the others.
         monkeypatch.setattr(chunked, "LOGITS_PER_STEP", 2500)
-    return request.param.split(",")[0]
+    if implementation == "pallas":
+        # Narrow blocks, so that short sequences have several, and windows reach over one or more of them.
+        monkeypatch.setattr(pallas_tpu, "LANES", 16)
+        monkeypatch.setattr(pallas_tpu, "BLOCKS", (32,))
+        monkeypatch.setitem(IMPLEMENTATIONS, "pallas", partial(pallas_tpu.pallas_tpu, interpret=interpret))
+    return implementation.split(",")[0]
+
+
+@pytest.fixture(params=[*COMPILED, "pallas"])
+def implementation(request, monkeypatch):
+    return prepare(request.param, monkeypatch)
+
+
+@pytest.fixture(params=COMPILED)
+def compiled_implementation(request, monkeypatch):
+    """Leave out the kernels, which take seconds to be interpreted, where other tests see the same of them."""
+    return prepare(request.param, monkeypatch)
 
 
 def draw(key, seq, past=0, batch=(2,), heads=8, kv_heads=2, head_dim=16, value_dim=12, dtype=jnp.float32):
@@ -150,9 +170,11 @@ def test_counts_window_past_keys_and_itself(key, implementation, causal, window)
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("window", [299, 300, 10**9])
-def test_window_beyond_sequence_is_full_attention(key, implementation, causal, window):
+def test_window_beyond_sequence_is_full_attention(key, compiled_implementation, causal, window):
     queries, keys, values, _ = draw(key, 300, heads=4, kv_heads=2, value_dim=16)
-    output = window_attention(queries, keys, values, window=window, causal=causal, implementation=implementation)
+    output = window_attention(
+        queries, keys, values, window=window, causal=causal, implementation=compiled_implementation
+    )
     swapped = (jnp.swapaxes(x, -2, -3) for x in (queries, keys, values))
     full = jnp.swapaxes(jax.nn.dot_product_attention(*swapped, is_causal=causal), -2, -3)
     np.testing.assert_allclose(output, full, rtol=0, atol=1e-5)
@@ -160,12 +182,12 @@ def test_window_beyond_sequence_is_full_attention(key, implementation, causal, w
 
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("causal", [True, False])
-def test_packed_equals_separate(key, implementation, causal):
+def test_packed_equals_separate(key, compiled_implementation, causal):
     # The id 3 comes back: still another document.
     lengths, ids = [1, 33, 62, 45, 9], [3, 5, 3, 4, 5]
     arrays = draw(key, sum(lengths), **SMALL)
     segment_ids = jnp.asarray(np.repeat(ids, lengths))
-    settings = {"window": WINDOW, "causal": causal, "implementation": implementation}
+    settings = {"window": WINDOW, "causal": causal, "implementation": compiled_implementation}
     output, grads = value_and_grads(*arrays, segment_ids=segment_ids, **settings)
     pieces = [np.split(x, np.cumsum(lengths)[:-1], axis=-2) for x in arrays]
     separate = [value_and_grads(*map(jnp.asarray, piece), **settings) for piece in zip(*pieces, strict=True)]
@@ -199,9 +221,9 @@ def test_segment_ids_of_each_row(key):
 
 
 @pytest.mark.parametrize("split", [1, 20, WINDOW, WINDOW + 1, 100, 129])
-def test_pieces_equal_whole(key, implementation, split):
+def test_pieces_equal_whole(key, compiled_implementation, split):
     queries, keys, values, cotangent = draw(key, 130, **SMALL)
-    settings = {"window": WINDOW, "implementation": implementation}
+    settings = {"window": WINDOW, "implementation": compiled_implementation}
 
     @jax.jit
     def in_pieces(queries, keys, values):
@@ -324,7 +346,7 @@ def test_vmap_equals_batch(key, implementation):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), batched, mapped)
 
 
-def test_sharded_batch(key, implementation):
+def test_sharded_batch(key, compiled_implementation):
     arrays = draw(key, 130, **(SMALL | {"batch": (8,)}))
     segment_ids = jnp.sort(jax.random.randint(key, (8, 130), 0, 4), axis=-1)
     mesh, spec = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data")
@@ -332,11 +354,59 @@ def test_sharded_batch(key, implementation):
     for ids in ((), (segment_ids,)):
 
         def run(queries, keys, values, cotangent, segment_ids=None):
-            settings = {"window": WINDOW, "segment_ids": segment_ids, "implementation": implementation}
+            settings = {"window": WINDOW, "segment_ids": segment_ids, "implementation": compiled_implementation}
             return value_and_grads(queries, keys, values, cotangent, **settings)
 
         sharded = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec))(*arrays, *ids)
         jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), sharded, run(*arrays, *ids))
+
+
+def test_kernels_inside_shard_map(key, monkeypatch):
+    # The kernels' types, which the plain interpreter does not know, are what is new here: keys of all devices are one.
+    queries, keys, values, cotangent = draw(key, 40, **(SMALL | {"batch": (2,)}))
+    mesh, spec = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data")
+    prepare("pallas", monkeypatch, pltpu.InterpretParams())
+
+    def run(implementation):
+        def gradients(queries, keys, values, cotangent):
+            attend = partial(window_attention, window=20, implementation=implementation)
+            output, pullback = jax.vjp(attend, queries, keys, values)
+            return output, *pullback(cotangent)
+
+        specs = {"in_specs": (spec, PartitionSpec(), spec, spec), "out_specs": (spec, spec, PartitionSpec(), spec)}
+        return jax.jit(jax.shard_map(gradients, mesh=mesh, **specs))(queries, keys[:1], values, cotangent)
+
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), run("pallas"), run("chunked"))
+
+
+def test_chosen_implementation_is_chunked_on_cpu(key):
+    # Long enough for a choice, which differs from `chunked` in what is kept for the backward pass.
+    arrays = draw(key, 300, **SMALL)
+    segment_ids = jnp.arange(300) // 70
+    run = partial(value_and_grads, *arrays, window=WINDOW, segment_ids=segment_ids)
+    jax.tree.map(np.testing.assert_array_equal, run(implementation=None), run(implementation="chunked"))
+
+
+def test_kernels_do_not_run_on_cpu(key):
+    queries, keys, values, _ = draw(key, 6)
+    with pytest.raises(ValueError, match="Only interpret mode is supported on CPU"):
+        window_attention(queries, keys, values, window=4, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "window", "message"),
+    [
+        (jnp.float16, 4, "must be float32 or bfloat16, got float16, float16, float16"),
+        (jnp.float32, 20_000, "must fit on the chip, got window=20000, head_dim=16, value_dim=12 and 4 query heads"),
+    ],
+)
+def test_kernels_say_what_they_cannot_do(dtype, window, message):
+    arrays = [jax.ShapeDtypeStruct((heads, 30_000, dim), dtype) for heads, dim in ((8, 16), (2, 16), (2, 12))]
+    run = lambda implementation: partial(window_attention, window=window, implementation=implementation)
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(run("pallas"), *arrays)
+    # Left to choose, the op does it all the same.
+    assert jax.eval_shape(run(None), *arrays).shape == (8, 30_000, 12)
 
 
 @pytest.mark.parametrize(
@@ -348,7 +418,7 @@ def test_sharded_batch(key, implementation):
         ({"past": 2, "causal": False}, ValueError, "`past` must be 0 with causal=False, got past=2"),
         ({"past": 2}, ValueError, "must have past \\+ seq positions, got source=6, past=2, seq=6"),
         ({"soft_cap": 0.0}, ValueError, "`soft_cap` must be positive, got soft_cap=0.0"),
-        ({"implementation": "scan"}, ValueError, "must be None or one of 'reference', 'chunked', got 'scan'"),
+        ({"implementation": "scan"}, ValueError, "must be None or one of 'reference', 'chunked', 'pallas', got 'scan'"),
     ],
 )
 def test_bad_settings(key, settings, error, message):

@@ -1,17 +1,26 @@
 """Softmax attention inside a window."""
 
+from collections.abc import Callable
+from functools import partial
 from math import sqrt
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from latte_eqx.ops.dispatch import Implementation, select
+from latte_eqx.ops.batching import vary_alike
+from latte_eqx.ops.dispatch import DEFAULTS, Implementation, select
 from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.validation import check_broadcasts, check_mask
-from latte_eqx.ops.window_attention.chunked import chunked
+from latte_eqx.ops.window_attention.chunked import LOGITS_PER_GPU_STEP, chunked
+from latte_eqx.ops.window_attention.pallas_tpu import LANES, Plan, pallas_tpu, plan_or_reason
 from latte_eqx.ops.window_attention.reference import reference
 
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked}
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "pallas": pallas_tpu}
+# Fewer queries make less than one block of a kernel, and one step of `chunked` on any platform: decoding, above all.
+SHORTEST_FOR_CHOICE = 128
 
 
 def window_attention(
@@ -39,8 +48,11 @@ def window_attention(
     with the `past` positions before the first query: `source = past + seq`. A query sees only keys of its own document
     (a new one begins where `segment_ids`, which must not decrease, change) whose `key_mask` is true; a query without
     any gives 0. Logits, softmax and sums are float32; the output has the dtype of `values`.
+
+    `implementation=None` takes `"pallas"` on a TPU where it can, and `"chunked"` otherwise; like `"pallas"`, which only
+    TPUs have, it can be differentiated once, in reverse. `"chunked"` has no such limit.
     """
-    attention = select("window_attention", IMPLEMENTATIONS, implementation)
+    attention = automatic if implementation is None else select("window_attention", IMPLEMENTATIONS, implementation)
     check_numbers(window, causal, past, soft_cap)
     check_arrays(queries, keys, values, segment_ids, key_mask, past)
     *batch, heads, seq, head_dim = queries.shape
@@ -57,18 +69,67 @@ def window_attention(
     if key_mask is not None:
         key_labels = jnp.where(with_rank(key_mask, len(batch) + 1), key_labels, -1)
 
-    output = attention(
+    arrays = (
         queries.reshape(*batch, kv_heads, heads // kv_heads, seq, head_dim),
         keys,
         values,
         query_labels[..., None, None, :, None],
         key_labels[..., None, :, None],
+    )
+    output = attention(
+        *vary_alike(arrays),
         window=window,
         causal=causal,
         scale=1 / sqrt(head_dim) if scale is None else scale,
         soft_cap=soft_cap,
     )
     return output.reshape(*batch, heads, seq, value_dim)
+
+
+def automatic(
+    queries: Float[Array, "*batch kv_heads group seq head_dim"],
+    keys: Float[Array, "*batch kv_heads source head_dim"],
+    values: Float[Array, "*batch kv_heads source value_dim"],
+    *labels: Int[Array, "..."],
+    window: int,
+    causal: bool,
+    **settings: Any,
+) -> Float[Array, "*batch kv_heads group seq value_dim"]:
+    """Take the implementation for the platform that the program is compiled for."""
+    settings |= {"window": window, "causal": causal}
+    default = partial(chunked, **settings)
+    if queries.shape[-2] < SHORTEST_FOR_CHOICE:
+        return default(queries, keys, values, *labels)
+    platforms = {"default": default, "cuda": partial(default, logits_per_step=LOGITS_PER_GPU_STEP)}
+    plan = plan_or_reason(queries, keys, values, window=window, causal=causal)
+    is_wide = queries.shape[-1] > LANES // 2
+    if DEFAULTS["window_attention"]["tpu"].implementation == "pallas" and isinstance(plan, Plan) and is_wide:
+        platforms["tpu"] = partial(pallas_tpu, **settings)
+
+    # The platform is not known yet. Differentiated through, the choice would keep what any of them needs; so each pass
+    # chooses, and between them only the inputs are kept: all implementations compute the rest again.
+    @jax.custom_vjp
+    def attention(*arrays):
+        return lax.platform_dependent(*arrays, **platforms)
+
+    def save(*arrays):
+        return attention(*arrays), arrays
+
+    def restore(arrays, cotangent):
+        pullbacks = {platform: pullback(implementation) for platform, implementation in platforms.items()}
+        return *lax.platform_dependent(cotangent, *arrays, **pullbacks), None, None
+
+    attention.defvjp(save, restore)
+    return attention(queries, keys, values, *labels)
+
+
+def pullback(attention: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of the cotangent and the inputs that gives the gradients of queries, keys and values."""
+
+    def run(cotangent, queries, keys, values, *labels):
+        return jax.vjp(lambda *arrays: attention(*arrays, *labels), queries, keys, values)[1](cotangent)
+
+    return run
 
 
 def with_rank(x: Shaped[Array, "..."], rank: int) -> Shaped[Array, "..."]:

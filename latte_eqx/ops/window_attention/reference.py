@@ -1,7 +1,10 @@
 """Window attention by its definition: every query against every key, under a mask."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 # Finite, so that a row without any key has no inf - inf.
@@ -52,7 +55,8 @@ def attend(
     soft_cap: float | None,
 ) -> Float[Array, "*batch group seq value_dim"]:
     """Softmax attention of the query heads of a group to the keys they share; 0 where the mask leaves no key."""
-    logits = scale * jnp.einsum("...gtd,...sd->...gts", queries, keys, preferred_element_type=jnp.float32)
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    logits = scale * product("...gtd,...sd->...gts", queries, keys, precision=product_precision(queries.dtype))
     if soft_cap is not None:
         logits = soft_cap * jnp.tanh(logits / soft_cap)
     peak = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True, where=mask, initial=LOWEST))
@@ -60,5 +64,10 @@ def attend(
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, logits - peak, LOWEST)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights.astype(values.dtype)
-    output = jnp.einsum("...gts,...sd->...gtd", weights, values, preferred_element_type=jnp.float32)
+    output = product("...gts,...sd->...gtd", weights, values, precision=product_precision(values.dtype))
     return (output / jnp.where(total == 0, 1, total)).astype(values.dtype)
+
+
+def product_precision(dtype: DTypeLike) -> jax.lax.Precision:
+    """Float32 products of float32 factors: accelerators would round these otherwise."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

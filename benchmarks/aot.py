@@ -27,6 +27,7 @@ from harness import print_table
 from jax.sharding import SingleDeviceSharding
 
 from latte_eqx.ops import latte_causal, linear_scan, window_attention
+from latte_eqx.ops.dispatch import DEFAULTS
 from train.hardware import Target, target
 from train.hlo import Program
 
@@ -168,7 +169,9 @@ def attention_seconds(seq: int, where: Target) -> tuple[float, float]:
     device, batch = where.accelerator, max(1, TOKENS // seq)
     square = batch * HEADS * 2 * DIM * seq * seq / 2
     array = 2 * batch * seq * WIDTH
-    bound = lambda products, arrays: max(products * square / device.peak_flops, arrays * array / device.memory_bandwidth)
+    bound = lambda products, arrays: max(
+        products * square / device.peak_flops, arrays * array / device.memory_bandwidth
+    )
     return bound(2, 4), bound(5, 7)
 
 
@@ -204,7 +207,11 @@ def bound_layers(arguments: Arguments) -> dict[str, list[tuple[float, float]]]:
     for name in arguments.targets:
         where, rows = target(name), []
         for seq in arguments.bounds:
-            ours = sum(cost.seconds(where) for op in OPS for cost in costs(op, seq, chosen(op, where), where))
+            ours = sum(
+                cost.seconds(where)
+                for op in OPS
+                for cost in costs(op, seq, DEFAULTS[op][where.platform].implementation, where)
+            )
             full = sum(attention_seconds(seq, where))
             bounds.setdefault(name, []).append((1e3 * ours, 1e3 * full))
             batch = max(1, TOKENS // seq)

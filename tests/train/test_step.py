@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import sys
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -9,8 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.pallas import tpu as pltpu
 
 from latte_eqx import PAPER_ROWS, LanguageModel, ModelConfig
+from latte_eqx.ops.dispatch import Passes
+from latte_eqx.ops.latte import causal
+from latte_eqx.ops.latte import pallas_tpu as latte_kernels
+from latte_eqx.ops.latte.passes import BLOCK
+from latte_eqx.ops.linear_scan import pallas_tpu as scan_kernels
 from train.config import Config, DataConfig, MeshConfig, OptimConfig
 from train.fsdp import make_mesh, parameter_specs
 from train.step import make_trainer
@@ -28,12 +36,12 @@ def config(**changes):
     return Config(model=model, data=DataConfig(seq=SEQ, batch_size=ROWS), optim=optim, **values)
 
 
-def batch(step, *, documents=False):
+def batch(step, *, documents=False, seq=SEQ):
     rng = np.random.default_rng(step)
-    tokens = rng.integers(0, VOCAB, (ROWS, SEQ + 1)).astype(np.int32)
+    tokens = rng.integers(0, VOCAB, (ROWS, seq + 1)).astype(np.int32)
     made = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "index": np.arange(ROWS, dtype=np.uint32) + ROWS * step}
     if documents:
-        made["segment_ids"] = np.sort(rng.integers(0, 3, (ROWS, SEQ)), axis=1).astype(np.int32)
+        made["segment_ids"] = np.sort(rng.integers(0, 3, (ROWS, seq)), axis=1).astype(np.int32)
         made["targets"] = np.where(np.diff(made["segment_ids"], append=-1) == 0, made["targets"], -1)
     return made
 
@@ -61,6 +69,25 @@ def test_eight_devices_equal_one(one_device, mesh, accumulate):
     losses, *_ = run(config(mesh=mesh, optim={"accumulate": accumulate}), 8)
     np.testing.assert_allclose(losses, one_device, rtol=0, atol=2e-5)
     assert one_device[-1] != pytest.approx(one_device[0], abs=1e-3)
+
+
+def test_kernels_in_the_step_equal_plain_ops(monkeypatch):
+    """The TPU's kernels of all ops, interpreted, on packed rows, inside the sharded step."""
+    # The packages, whose names their main functions bear as well.
+    scan_op, window_op = (sys.modules[f"latte_eqx.ops.{name}"] for name in ("linear_scan", "window_attention"))
+    settings = config(model={"num_layers": 1})
+    plain, *_ = run(settings, 2, steps=2, documents=True, seq=BLOCK)
+    how = {"interpret": pltpu.InterpretParams()}
+    interpreted = lambda kernels: Passes(partial(kernels.forward, **how), partial(kernels.backward, **how))
+    # What is interpreted cannot be rematerialised.
+    monkeypatch.setattr(jax, "checkpoint", lambda function, **_: function)
+    monkeypatch.setattr(causal, "CHOSEN_PASSES", interpreted(latte_kernels))
+    monkeypatch.setattr(scan_op, "CHOSEN_PASSES", interpreted(scan_kernels))
+    attention = lambda **settings: window_op.choose_when_compiled(default=partial(window_op.pallas_tpu, **settings))
+    monkeypatch.setattr(window_op, "automatic", lambda *arrays, **settings: attention(**settings, **how)(*arrays))
+    losses, *_ = run(settings, 2, steps=2, documents=True, seq=BLOCK)
+    np.testing.assert_allclose(losses, plain, rtol=0, atol=1e-5)
+    assert plain[0] != plain[1]
 
 
 @pytest.mark.parametrize("remat", ["full", "dots", "none"])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from latte_eqx.ops.batching import vary_alike
+from latte_eqx.ops.batching import leading_vmap, vary_alike
 from latte_eqx.ops.dispatch import DEFAULTS, Implementation, select
 from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.validation import check_broadcasts, check_mask
@@ -105,22 +105,30 @@ def automatic(
     is_wide = queries.shape[-1] > LANES // 2
     if DEFAULTS["window_attention"]["tpu"].implementation == "pallas" and isinstance(plan, Plan) and is_wide:
         platforms["tpu"] = partial(pallas_tpu, **settings)
+    return choose_when_compiled(**platforms)(queries, keys, values, *labels)
 
-    # The platform is not known yet. Differentiated through, the choice would keep what any of them needs; so each pass
-    # chooses, and between them only the inputs are kept: all implementations compute the rest again.
+
+def choose_when_compiled(**platforms: Callable[..., Any]) -> Callable[..., Any]:
+    """Return attention that takes the implementation of the platform that a program is compiled for.
+
+    Differentiated through, the choice would keep what any of them needs. So each pass chooses, and between them only
+    the inputs are kept: all implementations compute the rest again.
+    """
+    pullbacks = {platform: pullback(attention) for platform, attention in platforms.items()}
+
     @jax.custom_vjp
     def attention(*arrays):
-        return lax.platform_dependent(*arrays, **platforms)
+        return leading_vmap(lambda *arrays: lax.platform_dependent(*arrays, **platforms))(*arrays)
 
     def save(*arrays):
         return attention(*arrays), arrays
 
     def restore(arrays, cotangent):
-        pullbacks = {platform: pullback(implementation) for platform, implementation in platforms.items()}
-        return *lax.platform_dependent(cotangent, *arrays, **pullbacks), None, None
+        gradients = leading_vmap(lambda *arrays: lax.platform_dependent(*arrays, **pullbacks))(cotangent, *arrays)
+        return *gradients, None, None
 
     attention.defvjp(save, restore)
-    return attention(queries, keys, values, *labels)
+    return attention
 
 
 def pullback(attention: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte import scan
-from latte_eqx.ops.latte.passes import BLOCK
+from latte_eqx.ops.latte.passes import BLOCK, TOKEN_BY_TOKEN
 from latte_eqx.ops.latte.state import LOWEST, LatteState
 from latte_eqx.ops.segments import segment_starts
 
@@ -261,6 +261,7 @@ def _unread_chunk(chunk: _Chunk, after: LatteState, dy, dafter: LatteState):
     return tuple(map(_flatten, (dweights, dmass * chunk.mass, dvalues))), dstate
 
 
+@jax.named_scope(TOKEN_BY_TOKEN)
 def _read_tokens(chunk: _Chunk):
     """The slow way: token by token. Its own backward pass keeps the states inside one block at a time."""
     starts, ids = None, chunk.segment_ids
@@ -279,6 +280,7 @@ def _read_tokens(chunk: _Chunk):
     return _flatten(jnp.moveaxis(y, 0, -3)), state
 
 
+@jax.named_scope(TOKEN_BY_TOKEN)
 def _unread_tokens(chunk: _Chunk, dy, dafter: LatteState):
     """The slow way: differentiate the token-by-token implementation."""
 

@@ -36,6 +36,7 @@ from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte.chunked import SMALLEST_MASS
+from latte_eqx.ops.latte.passes import TOKEN_BY_TOKEN
 from latte_eqx.ops.latte.state import LOWEST, LatteState
 
 LANES = 128
@@ -503,6 +504,7 @@ def _unread_block(layout, block: _Block, average, dy, of_sum, of_mass):
     return dweights, dtoken_mass * block.token_mass, dvalues
 
 
+@jax.named_scope(TOKEN_BY_TOKEN)
 def _read_tokens(layout, block: _Block, state, weights, keys, values, y, *ids):
     """The slow way: token by token, advancing the state. The last arguments are memory."""
     weights[...] = block.weights
@@ -514,6 +516,7 @@ def _read_tokens(layout, block: _Block, state, weights, keys, values, y, *ids):
     return y[...]
 
 
+@jax.named_scope(TOKEN_BY_TOKEN)
 def _unread_tokens(
     layout,
     block: _Block,
@@ -568,6 +571,7 @@ def _unread_tokens(
     return dweights[...], dkeys[...], dvalues[...]
 
 
+@jax.named_scope(TOKEN_BY_TOKEN)
 def _walk(layout, block: _Block, state, visit, keys, values, *ids):
     """Advance the state token by token, and visit it after each; the last arguments are memory."""
     average, peak, mass = state

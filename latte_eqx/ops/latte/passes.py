@@ -24,6 +24,8 @@ from latte_eqx.ops.precision import products_like
 
 # Every chunk has at most so many tokens, and is a whole number of blocks unless it is shorter than one.
 CHUNK, BLOCK = 256, 32
+# What steep keys alone take bears this name in traces and profiles.
+TOKEN_BY_TOKEN = "token_by_token"
 
 
 def latte_causal(

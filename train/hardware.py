@@ -145,8 +145,8 @@ def _tpu_topology(name: str, sides: list[int]) -> topologies.TopologyDescription
     try:
         with _flags_for_tpus():
             return topologies.get_topology_desc(platform="tpu", topology_name=name, **how)
-    except jax.errors.JaxRuntimeError as error:
-        if "libtpu" in str(error):
+    except RuntimeError as error:
+        if "not installed" in str(error) or "libtpu" in str(error):
             raise CompilerMissing("TPUs") from error
         raise UnknownTopology(name) from error
 
@@ -204,7 +204,7 @@ def _gpu_topology(kind: str, machines: int, devices: int) -> topologies.Topology
         return topologies.get_topology_desc(
             kind, platform="cuda", topology=f"1x{machines}x{devices}", target_config=description
         )
-    except (jax.errors.JaxRuntimeError, RuntimeError) as error:
+    except RuntimeError as error:
         raise CompilerMissing("GPUs") from error
 
 

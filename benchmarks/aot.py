@@ -128,15 +128,15 @@ def cost(function: Any, arguments: Any, ideal: int, where: Target) -> Cost:
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
     assert memory is not None
-    flops = product_flops(function.trace(*arguments).jaxpr.jaxpr)
+    flops = product_flops(function.trace(*arguments).jaxpr.jaxpr, where.platform)
     used = re.findall(r'used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', text)
     on_chip = max(map(int, used), default=None)
     return Cost(Program(text).memory_traffic(), ideal, flops, memory.temp_size_in_bytes, on_chip)
 
 
-def product_flops(jaxpr: Any) -> float:
+def product_flops(jaxpr: Any, platform: str) -> float:
     """Count the products of a traced program, but for those of steep keys; of a branch the heavier side counts."""
-    total = 0.0
+    total, count = 0.0, partial(product_flops, platform=platform)
     for equation in jaxpr.eqns:
         parameters = equation.params
         if TOKEN_BY_TOKEN in str(equation.source_info.name_stack):
@@ -148,13 +148,16 @@ def product_flops(jaxpr: Any) -> float:
                 factor = 6 if left.dtype == jnp.float32 else 1
                 total += factor * 2 * result.aval.size * math.prod(left.shape[axis] for axis in contracted)
             case "cond":
-                total += max(product_flops(branch.jaxpr) for branch in parameters["branches"])
+                of_platforms = parameters.get("branches_platforms") or [None] * len(parameters["branches"])
+                pairs = zip(parameters["branches"], of_platforms, strict=True)
+                named = [branch for branch, names in pairs if platform in (names or ())]
+                total += max(count(branch.jaxpr) for branch in named or parameters["branches"])
             case "pallas_call":
-                total += math.prod(parameters["grid_mapping"].grid) * product_flops(parameters["jaxpr"])
+                total += math.prod(parameters["grid_mapping"].grid) * count(parameters["jaxpr"])
             case "scan":
-                total += parameters["length"] * product_flops(parameters["jaxpr"].jaxpr)
+                total += parameters["length"] * count(parameters["jaxpr"].jaxpr)
             case _:
-                total += sum(map(product_flops, jaxprs_in_params(parameters)))
+                total += sum(map(count, jaxprs_in_params(parameters)))
     return total
 
 

@@ -22,7 +22,7 @@ DEFAULTS: dict[str, dict[str, Choice]] = {
     "latte_causal": {
         "cpu": NO_KERNELS,
         "tpu": Choice("pallas", "moves each array once, 'chunked' 2 to 13 times; fewer than 32 tokens: 'chunked'"),
-        "cuda": Choice("pallas", "TODO"),
+        "cuda": Choice("pallas", "moves a fifth of what 'chunked' does; fewer than 32 tokens: 'chunked'"),
     },
     "linear_scan": {
         "cpu": NO_KERNELS,

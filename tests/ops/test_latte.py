@@ -122,6 +122,8 @@ def _check_against_oracle(run, arrays, segment_ids, start, cotangents, value_err
 @pytest.mark.parametrize("seq", [1, BLOCK - 1, BLOCK + 1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3])
 def test_parity(implementation, seq, has_segments):
     """Values and every cotangent, all kinds of keys, from the empty state and from a given one."""
+    if implementation == "pallas" and seq in (BLOCK - 1, CHUNK - 1, CHUNK):
+        pytest.skip("padded to a length that is among the others, and slow to interpret")
     run = _runner(implementation, has_segments)
     segment_ids = _segments(seq) if has_segments else jnp.zeros((2, seq), jnp.int32)
     empty = LatteState.empty(2, latents=LATENTS, dim=DIM)
@@ -171,6 +173,7 @@ def test_bfloat16_inputs(implementation):
         assert all(g.dtype == jnp.bfloat16 and np.isfinite(g.astype(jnp.float32)).all() for g in gradient(*arrays))
 
 
+@pytest.mark.parametrize("implementation", PLAIN, indirect=True)
 @pytest.mark.usefixtures("optimized")
 def test_packed_equals_separate(implementation):
     """Up to rounding, for documents of 1, 2, chunk and chunk + 7 tokens, values and gradients."""
@@ -197,6 +200,8 @@ def test_packed_equals_separate(implementation):
 @pytest.mark.parametrize("split", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, CHUNK + 20])
 def test_pieces_equal_whole(implementation, split):
     """The state carries values and gradients from piece to piece."""
+    if implementation == "pallas" and split not in (1, CHUNK):
+        pytest.skip("slow to interpret")
     arrays, cotangents = _inputs("normal", CHUNK + 20), _cotangents(CHUNK + 20)
     op = partial(latte_causal, implementation=implementation)
 
@@ -349,11 +354,9 @@ def test_kernels_of_many_heads(kernels, documents):
         np.testing.assert_allclose(g, w, rtol=0, atol=5e-6 * np.abs(w).max())
 
 
-@pytest.mark.parametrize("kernels", KERNELS.values(), ids=KERNELS)
-def test_kernels_inside_shard_map(kernels, monkeypatch):
-    """Vmapped, the batch sharded over devices, and a state that is not."""
-    how = pltpu.InterpretParams() if kernels is pallas_tpu else True
-    monkeypatch.setattr(causal, "CHOSEN_PASSES", _interpreted(kernels, how))
+def test_kernels_inside_shard_map(monkeypatch):
+    """Vmapped, the batch sharded over devices, and a state that is not; GPU kernels cannot be interpreted there."""
+    monkeypatch.setattr(causal, "CHOSEN_PASSES", _interpreted(pallas_tpu, pltpu.InterpretParams()))
     mesh = jax.make_mesh((2,), ("data",), (AxisType.Auto,), devices=jax.devices()[:2])
     arrays, start = _inputs("wide", BLOCK + 6, batch=(4,)), jax.tree.map(lambda x: x[0], _start())
 

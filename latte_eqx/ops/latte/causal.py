@@ -8,13 +8,13 @@ from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.batching import vary_alike
 from latte_eqx.ops.dispatch import Implementation, chosen_passes, kernels_only, select
-from latte_eqx.ops.latte import chunked, pallas_tpu, passes, reference, scan
+from latte_eqx.ops.latte import chunked, pallas_gpu, pallas_tpu, passes, reference, scan
 from latte_eqx.ops.latte.state import LatteState, empty_like
 from latte_eqx.ops.precision import products_like
 from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.validation import check_floating, check_shape
 
-KERNELS = {"tpu": pallas_tpu.PASSES}
+KERNELS = {"tpu": pallas_tpu.PASSES, "cuda": pallas_gpu.PASSES}
 IMPLEMENTATIONS = {
     "reference": reference.latte_causal,
     "scan": scan.latte_causal,

@@ -95,7 +95,8 @@ def backward(
         states = jax.tree.map(lambda x: jnp.moveaxis(x, keys.ndim - 2, 0), states)
         steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1])), states
         (dstate, _, gradients), _ = lax.scan(unread, (dstate, last_state, gradients), steps, reverse=True)
-        return *gradients, dstate
+        dweights, dkeys, dvalues = gradients
+        return dweights, dkeys, dvalues, dstate
 
     return run(weights, keys, values, segment_ids, last_state, states, dy, dstate)
 

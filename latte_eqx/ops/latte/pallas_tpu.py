@@ -389,7 +389,7 @@ class _Block(NamedTuple):
     weights: Array
     keys: Array
     values: Array
-    ids: Array | None  # (block, 1), 0 in the document that the state has seen
+    ids: Array  # (block, 1), 0 in the document that the state has seen
     sees: Array  # (target, source) is 1 where the source is not later and of the same document
     continues: Array | float  # (block, 1) is 1 in the document that the state has seen
     lasts: Array | float  # (block, 1) is 1 in the document that the block ends in
@@ -409,14 +409,14 @@ class _Block(NamedTuple):
         return jnp.max(jnp.where(is_lost, 1.0, 0.0)) + jnp.max(jnp.where(is_forgotten, 1.0, 0.0)) == 0
 
     def continues_first(self):
-        return self.continues if isinstance(self.continues, float) else self.continues[:1]
+        return self.continues[:1] if isinstance(self.continues, Array) else self.continues
 
     def last_mass(self):
         """The mass of the document that the block ends in, relative to the reference."""
         return self.keeps * self.state_mass + (self.lasts * self.token_mass).sum(axis=0, keepdims=True)
 
     def last_peak(self):
-        if self.ids is None:
+        if not isinstance(self.lasts, Array):
             return self.reference
         largest = jnp.where(self.lasts > 0, self.keys, LOWEST).max(axis=0, keepdims=True)
         return jnp.maximum(largest, jnp.where(self.keeps > 0, self.peak, LOWEST))
@@ -431,9 +431,8 @@ def _load(layout, weights, keys, values, ids, peak, mass, rows) -> _Block:
     square = (layout.block, layout.block)
     not_later = _index(square, 0) >= _index(square, 1)
     continues = lasts = keeps = 1.0
-    column = None
     if ids is None:
-        sees = jnp.where(not_later, 1.0, 0.0)
+        column, sees = jnp.zeros((layout.block, 1)), jnp.where(not_later, 1.0, 0.0)
     else:
         sources = jnp.broadcast_to(ids[:, rows], square)
         targets = sources.T

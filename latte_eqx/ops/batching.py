@@ -6,7 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import PyTree
+from jax.typing import DTypeLike
+from jaxtyping import Array, PyTree
 
 
 def leading_vmap(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,6 +27,11 @@ def leading_vmap(function: Callable[..., Any]) -> Callable[..., Any]:
         return out, jax.tree.map(lambda _: True, out)
 
     return batched_function
+
+
+def output_like(x: Array, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> jax.ShapeDtypeStruct:
+    """Say what a kernel returns, which inside `shard_map` differs between devices as its input `x` does."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 def vary_alike(tree: PyTree) -> PyTree:

@@ -1,12 +1,17 @@
-"""How exact matrix products are."""
+"""Products of float32 factors are float32 products: accelerators would round the factors otherwise."""
 
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
+from jax.typing import DTypeLike
 
 
-def products_like(x: Shaped[Array, "..."]) -> AbstractContextManager:
-    """Trace products of float32 arrays as float32 products: accelerators would round their factors otherwise."""
-    return jax.default_matmul_precision("highest") if x.dtype == jnp.float32 else nullcontext()
+def product_precision(dtype: DTypeLike) -> jax.lax.Precision | None:
+    """Return the precision to ask for in a product of such factors."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def exact_products(dtype: DTypeLike) -> AbstractContextManager:
+    """Ask for that precision in all products traced inside."""
+    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else nullcontext()

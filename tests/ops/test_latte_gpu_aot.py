@@ -10,7 +10,7 @@ import pytest
 
 from latte_eqx.ops.latte import pallas_gpu
 from latte_eqx.ops.latte.state import LatteState
-from train import hardware
+from tests.aot import target_or_skip
 
 # Compiled as users compile.
 pytestmark = [pytest.mark.gpu_aot, pytest.mark.usefixtures("optimized")]
@@ -43,7 +43,7 @@ def every_setting():
 
 def both_passes(weights, keys, values, segment_ids, state, dy, dstate):
     arrays = weights, keys, values, segment_ids
-    y, last, states = pallas_gpu.forward(*arrays, LatteState(*state), chunk=CHUNK)
+    y, last, states = pallas_gpu.forward(*arrays, LatteState(*state), chunk=CHUNK, keep=True)
     return y, last, pallas_gpu.backward(*arrays, last, states, dy, LatteState(*dstate), chunk=CHUNK)
 
 
@@ -62,17 +62,10 @@ def most_spilled(dim, dtype):
     return 1024 if (dim, dtype) == (256, "float32") else 24
 
 
-def target_or_skip(kind):
-    try:
-        return hardware.target(f"{kind}:1")
-    except hardware.CompilerMissing as missing:
-        pytest.skip(str(missing))
-
-
 @every_setting()
 def test_kernels(kind, setting):
     """All that a thread knows stays in registers, but for kernels that are rarely run."""
-    target = target_or_skip(kind)
+    target = target_or_skip(f"{kind}:1")
     kernels = target.gpu_kernels(jax.jit(both_passes), *abstract_arrays(target.devices[0], *setting))
     kernels = {kernel.name: kernel for kernel in kernels if kernel.name.startswith("latte")}
     assert set(kernels) == FAST | EXACT
@@ -82,7 +75,7 @@ def test_kernels(kind, setting):
 
 @pytest.mark.parametrize(("dtype", "products"), [("bfloat16", {"bf16"}), ("float32", set())])
 def test_matrix_units_see_no_rounded_float32(dtype, products, tmp_path):
-    target = target_or_skip("a100")
+    target = target_or_skip("a100:1")
     arrays = abstract_arrays(target.devices[0], 16, 64, 1024, dtype, False)
     target.compile(jax.jit(both_passes), *arrays, xla_dump_to=str(tmp_path))
     text = "".join(path.read_text() for path in tmp_path.glob("*.ptx"))

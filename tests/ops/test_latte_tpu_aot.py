@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from latte_eqx.ops import latte_causal
-from train import hardware
+from tests.aot import target_or_skip
 from train.hlo import Program
 
 pytestmark = [pytest.mark.tpu_aot, pytest.mark.usefixtures("optimized")]
@@ -44,10 +44,7 @@ def both_passes(weights, keys, values, segment_ids, dy):
 
 @pytest.mark.parametrize(("topology", "latents", "dim", "seq", "dtype", "packed"), CASES)
 def test_kernels_move_little_more_than_they_must(topology, latents, dim, seq, dtype, packed):
-    try:
-        target = hardware.target(topology)
-    except hardware.CompilerMissing as missing:
-        pytest.skip(str(missing))
+    target = target_or_skip(topology)
     place = SingleDeviceSharding(target.devices[0])
     abstract = lambda width: jax.ShapeDtypeStruct((BATCH, seq, HEADS * width), dtype, sharding=place)
     tokens = [abstract(latents), abstract(latents), abstract(dim)]

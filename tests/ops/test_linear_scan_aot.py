@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from latte_eqx.ops import linear_scan
-from train import hardware
+from tests.aot import target_or_skip
 
 # Compiled as users compile.
 pytestmark = pytest.mark.usefixtures("optimized")
@@ -42,10 +42,7 @@ def both_passes(log_decay, inputs, state, *cotangents):
 def abstract_arrays(topology, setting):
     """Return the target, and abstract arguments that lie on its first device."""
     shape, decay_dtype, dtype, _ = SETTINGS[setting]
-    try:
-        target = hardware.target(topology)
-    except hardware.CompilerMissing as missing:
-        pytest.skip(str(missing))
+    target = target_or_skip(topology)
     abstract = partial(jax.ShapeDtypeStruct, sharding=jax.sharding.SingleDeviceSharding(target.devices[0]))
     h, state = abstract(shape, dtype), abstract((shape[0], shape[2]), jnp.float32)
     return target, (abstract(shape, decay_dtype), h, state, h, state)

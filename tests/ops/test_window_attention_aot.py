@@ -9,20 +9,13 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from latte_eqx.ops import window_attention
-from train import hardware
+from tests.aot import target_or_skip
 
 KERNEL = 'custom_call_target="tpu_custom_call"'
 
 
 # Compiled as users compile.
 pytestmark = pytest.mark.usefixtures("optimized")
-
-
-def find(name):
-    try:
-        return hardware.target(name)
-    except hardware.CompilerMissing as missing:
-        pytest.skip(str(missing))
 
 
 def gradients(queries, keys, values, segment_ids, cotangent, **settings):
@@ -37,7 +30,7 @@ def arrays(sharding, seq, head_dim, dtype=jnp.bfloat16, batch=2, heads=4, kv_hea
 
 
 def compiled(name, seq, head_dim, window=128, dtype=jnp.bfloat16, heads=4, kv_heads=4, **settings):
-    target = find(name)
+    target = target_or_skip(name)
     given = arrays(SingleDeviceSharding(target.devices[0]), seq, head_dim, dtype, heads=heads, kv_heads=kv_heads)
     # The mixers' way: one sequence, mapped over a batch.
     return target.compile(jax.jit(jax.vmap(partial(gradients, window=window, **settings))), *given)
@@ -63,7 +56,7 @@ def test_one_kernel_on_tpus(name, head_dim, settings):
 
 @pytest.mark.tpu_aot
 def test_kernels_in_shard_map():
-    target = find("v5e:2x2")
+    target = target_or_skip("v5e:2x2")
     mesh, spec = Mesh(np.array(target.devices), ("data",)), PartitionSpec("data")
     run = jax.shard_map(jax.vmap(partial(gradients, window=128)), mesh=mesh, in_specs=spec, out_specs=spec)
     program = target.compile(jax.jit(run), *arrays(NamedSharding(mesh, spec), 300, 128, batch=4))

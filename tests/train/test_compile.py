@@ -8,6 +8,7 @@ import jax
 import pytest
 
 from latte_eqx import ModelConfig
+from tests.aot import target_or_skip
 from train import compile as compiling
 from train.compile import Collectives, Report, compile_step, main, read_collectives
 from train.config import Config, DataConfig, load_config
@@ -28,20 +29,13 @@ def config(num_layers=2, **changes):
     return Config(model=model, data=DataConfig(seq=SEQ, batch_size=ROWS), **changes)
 
 
-def devices(name):
-    try:
-        return target(name)
-    except CompilerMissing as error:
-        pytest.skip(str(error))
-
-
 _REPORTS = {}
 
 
 @pytest.fixture
 def report_of(optimized):
     def compiled(name, num_layers):
-        goal = devices(name)
+        goal = target_or_skip(name)
         if (name, num_layers) not in _REPORTS:
             _REPORTS[name, num_layers] = compile_step(config(num_layers), goal)
         return _REPORTS[name, num_layers]
@@ -89,7 +83,7 @@ def test_what_is_moved_is_what_sharding_asks_for(name, report_of):
 
 @pytest.mark.tpu_aot
 def test_a_step_that_the_compiler_refuses_is_no_traceback(optimized, capsys):
-    devices("v5e:2x2")
+    target_or_skip("v5e:2x2")
     huge = {"--data.batch-size": 2**19, "--model.num-layers": 2, "--model.mixer": "swa", "--model.dim": 128}
     words = [str(word) for pair in huge.items() for word in pair]
     with pytest.raises(SystemExit) as stop:

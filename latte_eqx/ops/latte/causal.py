@@ -10,7 +10,7 @@ from latte_eqx.ops.batching import vary_alike
 from latte_eqx.ops.dispatch import Implementation, chosen_passes, kernels_only, select
 from latte_eqx.ops.latte import chunked, pallas_gpu, pallas_tpu, passes, reference, scan
 from latte_eqx.ops.latte.state import LatteState, empty_like
-from latte_eqx.ops.precision import products_like
+from latte_eqx.ops.precision import exact_products
 from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.validation import check_floating, check_shape
 
@@ -74,5 +74,5 @@ def latte_causal(
         check_shape("state.peak", state.peak, (*batch, latents), "(*batch, latents)")
         check_shape("state.mass", state.mass, (*batch, latents), "(*batch, latents)")
         state = LatteState(*(x.astype(jnp.float32) for x in (state.average, state.peak, state.mass)))
-    with products_like(values):
+    with exact_products(values.dtype):
         return implement(*vary_alike((weights, keys, values, segment_ids, state)))

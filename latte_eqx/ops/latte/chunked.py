@@ -23,13 +23,11 @@ from jaxtyping import Array, Float, Int
 from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte import scan
 from latte_eqx.ops.latte.passes import BLOCK, TOKEN_BY_TOKEN
-from latte_eqx.ops.latte.state import LOWEST, LatteState
+from latte_eqx.ops.latte.state import LOWEST, SMALLEST_MASS, LatteState, divide
 from latte_eqx.ops.segments import segment_starts
 
 # A CPU's cache holds a chunk of about this many rows.
 CACHED_ROWS = 32
-# A token whose mass falls below this is e^50 under its chunk's reference: terms that matter to it might underflow.
-SMALLEST_MASS = 2e-22
 
 
 def forward(
@@ -220,27 +218,27 @@ def _chunk(weights, keys, values, segment_ids, state, index, shape):
 
 
 def _read_chunk(chunk: _Chunk):
-    share = _divide(chunk.weights, chunk.seen_mass)
+    share = divide(chunk.weights, chunk.seen_mass)
     mixing = jnp.einsum("...tl,...sl->...ts", share, chunk.mass) * chunk.sees
     sums = chunk.sums()
     y = mixing @ chunk.values + (chunk.continues * share) @ sums[..., :-1, :, :]
     peak = chunk.last_peak()
-    average = _divide(1.0, chunk.last_mass)[..., None] * sums[..., -1, :, :]
+    average = divide(1.0, chunk.last_mass)[..., None] * sums[..., -1, :, :]
     return _flatten(y), LatteState(average, peak, chunk.last_mass * chunk.last_scale(peak))
 
 
 def _unread_chunk(chunk: _Chunk, after: LatteState, dy, dafter: LatteState):
-    share = _divide(chunk.weights, chunk.seen_mass)
+    share = divide(chunk.weights, chunk.seen_mass)
     mixing = jnp.einsum("...tl,...sl->...ts", share, chunk.mass) * chunk.sees
     agreement = jnp.einsum("...td,...sd->...ts", dy, chunk.values) * chunk.sees
     sums = chunk.sums()[..., :-1, :, :]
 
-    dlast_sum = _divide(1.0, chunk.last_mass)[..., None] * dafter.average
+    dlast_sum = divide(1.0, chunk.last_mass)[..., None] * dafter.average
     dlast_mass = chunk.last_scale(after.peak) * dafter.mass
-    dlast_mass -= _divide((dafter.average * after.average).sum(axis=-1), chunk.last_mass)
+    dlast_mass -= divide((dafter.average * after.average).sum(axis=-1), chunk.last_mass)
 
     dshare = agreement @ chunk.mass + chunk.continues * jnp.einsum("...td,...ld->...tl", dy, sums)
-    dweights = _divide(dshare, chunk.seen_mass)
+    dweights = divide(dshare, chunk.seen_mass)
     dseen_mass = -dweights * share
     dcarried_mass = jnp.concatenate([(chunk.continues * dseen_mass).sum(axis=-2), dlast_mass[..., None, :]], axis=-2)
     dsums = jnp.concatenate([_sum_tokens(chunk.continues * share, dy), dlast_sum[..., None, :, :]], axis=-3)
@@ -309,11 +307,6 @@ def _put(x, new, index):
 
 def _flatten(x):
     return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
-
-
-def _divide(x, mass):
-    """`x / mass`, and 0 where nothing has been seen."""
-    return jnp.where(mass > 0, x / mass, 0)
 
 
 def _join(joins, sums):

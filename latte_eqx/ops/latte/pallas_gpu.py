@@ -17,7 +17,7 @@ other chunks that kernel has nothing to do: ordinary keys never pay for it, not 
 """
 
 import operator
-from functools import reduce, wraps
+from functools import partial, reduce, wraps
 from math import prod
 from typing import Any, NamedTuple
 
@@ -28,11 +28,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from latte_eqx.ops.batching import output_like
 from latte_eqx.ops.dispatch import Passes
-from latte_eqx.ops.latte.state import LOWEST, LatteState
-
-# A mass below this is e^50 under its reference: terms that matter to it might underflow.
-SMALLEST_MASS = 2e-22
+from latte_eqx.ops.latte.passes import TOKEN_BY_TOKEN, asked_of_state, asked_of_sums
+from latte_eqx.ops.latte.state import LOWEST, SMALLEST_MASS, LatteState
 
 
 class _Plan(NamedTuple):
@@ -64,7 +63,7 @@ def forward(
     state: LatteState,
     *,
     chunk: int,
-    keep: bool = True,
+    keep: bool,
     interpret: bool = False,
 ) -> tuple[Float[Array, "*batch seq dim"], LatteState, LatteState | None]:
     """Return the outputs, the last state, and the states before each chunk."""
@@ -96,8 +95,7 @@ def backward(
     call = _Caller(keys, values, segment_ids, chunk, interpret)
     tokens = w, k, v, _ = [call.cut(x) for x in (weights, keys, values, dy)]
     average, peak, mass = call.rows(states)
-    last_average, last_peak, last_mass = call.rows(last_state)
-    dlast_average, _, dlast_mass = call.rows(dstate)
+    _, last_peak, _ = call.rows(last_state)
 
     # The last kernel reads these: beside float32 values they must be float32, even if the weights are not.
     dweights = call.like(w, v.dtype if v.dtype == jnp.float32 else w.dtype)
@@ -105,18 +103,14 @@ def backward(
         _unread_weights, [*tokens, average, peak, mass], [dweights, *call.states[:2], call.blocks, call.blocks]
     )
     next_peak = jnp.concatenate([peak[:, 1:], last_peak[:, None]], axis=1)
-    pull = dlast_average * _inverse(last_mass)[..., None]
-    push = dlast_mass - (pull * last_average).sum(axis=-1)
-    later, (pull, push) = call.along(
-        _carry_back, [added_pull, added_push, peak, next_peak], call.states[:2], [pull, push]
-    )
+    last = [x.reshape(call.grid[0], *x.shape[len(call.batch) :]) for x in asked_of_sums(last_state, dstate)]
+    later, first = call.along(_carry_back, [added_pull, added_push, peak, next_peak], call.states[:2], last)
     dkeys, dvalues = call.chunks_exactly(
         _unread_keys_and_values, [*tokens, dweights, *blocks, *later], [call.like(k), call.like(v)]
     )
-    dmass = push + (pull * average[:, 0]).sum(axis=-1)
-    dfirst = call.batched([mass[:, 0, :, None] * pull, mass[:, 0] * dmass, dmass])
+    dfirst = asked_of_state(states, *call.batched(first))
     dweights = dweights.reshape(weights.shape).astype(weights.dtype)
-    return dweights, dkeys.reshape(keys.shape), dvalues.reshape(values.shape), LatteState(*dfirst)
+    return dweights, dkeys.reshape(keys.shape), dvalues.reshape(values.shape), dfirst
 
 
 PASSES = Passes(forward, backward)
@@ -131,16 +125,16 @@ class _Caller:
         self.plan = FLOAT32 if values.dtype == jnp.float32 else NARROW if dim <= 128 else WIDE
         self.program = _Program(latents, dim, chunk, self.plan.block, self.plan.columns, values.dtype)
         self.interpret = interpret
-        self.axes = jax.typeof(keys).manual_axis_type
+        self.output = partial(output_like, keys)
         self.ids = []
         if segment_ids is not None:
             self.ids = [jnp.broadcast_to(segment_ids, keys.shape[:-1]).reshape(-1, seq)]
-        float32 = lambda *shape: self.like(jax.ShapeDtypeStruct((*self.grid, *shape), jnp.float32))
+        float32 = lambda *shape: self.output((*self.grid, *shape))
         self.states = [float32(latents, dim), float32(latents), float32(latents)]
         self.blocks = float32(chunk // self.plan.block, latents)
 
     def like(self, x, dtype=None):
-        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, manual_axis_type=self.axes)
+        return self.output(x.shape, dtype or x.dtype)
 
     def cut(self, x):
         """Cut tokens into rows and chunks."""
@@ -159,11 +153,12 @@ class _Caller:
 
     def chunks_exactly(self, kernel, inputs, outputs):
         """Call a kernel for each chunk, and then its exact form for the chunks that it says are unsafe."""
-        flags = self.like(jax.ShapeDtypeStruct(self.grid, jnp.int32))
+        flags = self.output(self.grid, jnp.int32)
 
         def fast(program, *refs):
             refs[-1][...] = kernel(program, *refs[:-1])
 
+        @jax.named_scope(TOKEN_BY_TOKEN)
         def exact(program, *refs):
             @pl.when(refs[0][...] > 0)
             def _():

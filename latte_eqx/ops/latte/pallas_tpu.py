@@ -34,10 +34,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from latte_eqx.ops.batching import output_like
 from latte_eqx.ops.dispatch import Passes
-from latte_eqx.ops.latte.chunked import SMALLEST_MASS
-from latte_eqx.ops.latte.passes import TOKEN_BY_TOKEN
-from latte_eqx.ops.latte.state import LOWEST, LatteState
+from latte_eqx.ops.latte.passes import TOKEN_BY_TOKEN, asked_of_state, asked_of_sums
+from latte_eqx.ops.latte.state import LOWEST, SMALLEST_MASS, LatteState, divide
+from latte_eqx.ops.precision import product_precision
 
 LANES = 128
 # Tokens in a block at most. Longer ones spend more on squares, shorter ones more on states: in products of 128 x 128,
@@ -75,9 +76,9 @@ def forward(
         in_specs=[*map(layout.token_spec, tokens), *map(layout.id_spec, ids), *map(layout.state_spec, start)],
         out_specs=[layout.token_spec(tokens[2]), *map(layout.state_spec, start), *map(layout.boundary_spec, kept)],
         out_shape=[
-            _like(values, tokens[2].shape, values.dtype),
-            *[_like(values, x.shape) for x in start],
-            *[_like(values, (*x.shape[:2], layout.chunks, *x.shape[2:])) for x in kept],
+            output_like(values, tokens[2].shape, values.dtype),
+            *[output_like(values, x.shape) for x in start],
+            *[output_like(values, (*x.shape[:2], layout.chunks, *x.shape[2:])) for x in kept],
         ],
         scratch_shapes=[*layout.state_scratch(), *layout.token_scratch(latents=2, dims=2, ids=bool(ids))],
         compiler_params=PARAMETERS,
@@ -106,11 +107,9 @@ def backward(
     tokens = [layout.pack(x) for x in (weights, keys, values, dy)]
     ids = [] if segment_ids is None else [layout.pack_ids(segment_ids)]
     boundaries = layout.pack_state(states)
-    # What is asked of the sum of values and of the mass, where the state holds their quotient.
-    asked_of_sum = _divide(dstate.average, last_state.mass[..., None])
-    asked_of_mass = dstate.mass - _divide((dstate.average * last_state.average).sum(axis=-1), last_state.mass)
-    asked = layout.pack_state(LatteState(asked_of_sum, last_state.peak, asked_of_mass))
-    dweights, dkeys, dvalues, asked_of_sum, asked_of_mass = pl.pallas_call(
+    of_sum, of_mass = asked_of_sums(last_state, dstate)
+    asked = layout.pack_state(LatteState(of_sum, last_state.peak, of_mass))
+    dweights, dkeys, dvalues, of_sum, of_mass = pl.pallas_call(
         partial(_backward_kernel, layout, bool(ids)),
         grid=layout.grid,
         in_specs=[
@@ -121,9 +120,9 @@ def backward(
         ],
         out_specs=[*map(layout.token_spec, tokens[:3]), layout.state_spec(asked[0]), layout.state_spec(asked[2])],
         out_shape=[
-            *[_like(dy, x.shape, x.dtype) for x in tokens[:3]],
-            _like(dy, asked[0].shape),
-            _like(dy, asked[2].shape),
+            *[output_like(dy, x.shape, x.dtype) for x in tokens[:3]],
+            output_like(dy, asked[0].shape),
+            output_like(dy, asked[2].shape),
         ],
         scratch_shapes=[
             *layout.state_scratch() * layout.blocks,
@@ -133,10 +132,8 @@ def backward(
         compiler_params=PARAMETERS,
         interpret=interpret,
     )(*tokens, *ids, *boundaries, *asked)
-    first = jax.tree.map(lambda x: x[(slice(None),) * (keys.ndim - 2) + (0,)], states)
-    asked = layout.unpack_state([asked_of_sum, asked_of_mass, asked_of_mass])
-    dmass = (asked.average * first.average).sum(axis=-1) + asked.mass
-    dfirst = LatteState(first.mass[..., None] * asked.average, first.mass * dmass, dmass)
+    asked = layout.unpack_state([of_sum, of_mass, of_mass])
+    dfirst = asked_of_state(states, asked.average, asked.mass)
     return layout.unpack(dweights), layout.unpack(dkeys), layout.unpack(dvalues), dfirst
 
 
@@ -262,9 +259,8 @@ class _Layout(NamedTuple):
 
     def dot(self, x, y, axes=INNER):
         """Multiply in the layout's dtype, and add up in float32."""
-        precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
-        x, y = x.astype(self.dtype), y.astype(self.dtype)
-        return lax.dot_general(x, y, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
+        how = {"precision": product_precision(self.dtype), "preferred_element_type": jnp.float32}
+        return lax.dot_general(x.astype(self.dtype), y.astype(self.dtype), (axes, ((), ())), **how)
 
 
 def _layout(keys, values, segment_ids, chunk) -> _Layout:
@@ -287,11 +283,6 @@ def _heads_in_a_tile(heads: int, latents: int, dim: int) -> int | None:
     fitting = [n for n in whole if n * latents <= LANES]
     chosen = fitting[-1] if fitting else whole[0]
     return None if chosen * latents > MOST_LATENTS or chosen * dim > MOST_DIMS else chosen
-
-
-def _like(x, shape, dtype=jnp.float32):
-    """Say what a kernel returns, which inside `shard_map` differs between devices as `x` does."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 def _forward_kernel(layout: _Layout, has_ids, keep, weights, keys, values, *refs):
@@ -454,7 +445,7 @@ def _load(layout, weights, keys, values, ids, peak, mass, rows) -> _Block:
 
 
 def _read_block(layout, block: _Block, average):
-    share = _divide(block.weights, block.seen_mass)
+    share = divide(block.weights, block.seen_mass)
     mixed = []
     for head in range(layout.heads):
         mixing = layout.dot(layout.of_head(head, share), block.token_mass, LAST) * block.sees
@@ -466,15 +457,15 @@ def _advance(layout, block: _Block, state):
     """Write the state after a block."""
     average, peak, mass = state
     last_mass, last_peak = block.last_mass(), block.last_peak()
-    added = layout.dot(_divide(block.lasts * block.token_mass, last_mass), block.values, FIRST)
-    kept = _divide(block.keeps * block.state_mass, last_mass)
+    added = layout.dot(divide(block.lasts * block.token_mass, last_mass), block.values, FIRST)
+    kept = divide(block.keeps * block.state_mass, last_mass)
     average[...] = kept.T * average[...] + jnp.where(layout.is_own(), added, 0)
     peak[...], mass[...] = last_peak, last_mass * block.last_scale(last_mass, last_peak)
 
 
 def _unread_block(layout, block: _Block, average, dy, of_sum, of_mass):
     """Return the cotangents of the tokens; turn what is asked after the block into what is asked before it."""
-    share = _divide(block.weights, block.seen_mass)
+    share = divide(block.weights, block.seen_mass)
     dshare = block.continues * block.state_mass * layout.dot(dy, average, LAST)
     dtoken_mass = jnp.zeros_like(share)
     dvalues = []
@@ -485,7 +476,7 @@ def _unread_block(layout, block: _Block, average, dy, of_sum, of_mass):
         dshare += layout.of_head(head, layout.dot(agreement, block.token_mass))
         dtoken_mass += layout.of_head(head, layout.dot(agreement, share, FIRST))
         dvalues.append(layout.dot(mixing, dy[:, dims], FIRST))
-    dweights = _divide(dshare, block.seen_mass)
+    dweights = divide(dshare, block.seen_mass)
     dseen_mass = -dweights * share
 
     last_mass = block.last_mass()
@@ -553,7 +544,7 @@ def _unread_tokens(
         if ids:
             token_id = ids[0][row, :1]
             decay *= _is_same(token_id, later_id)
-        share = _divide(weights[row, :], masses[row, :])
+        share = divide(weights[row, :], masses[row, :])
         of_sum[...] = decay.T * of_sum[...] + jnp.where(own, share.T * dys[row, :], 0)
         of_mass[...] = decay * of_mass[...] - share * dweight
         token_mass = jnp.exp(keys[row, :] - peak)
@@ -591,7 +582,7 @@ def _walk(layout, block: _Block, state, visit, keys, values, *ids):
         added = jnp.exp(keys[row, :] - peak[...])
         mass[...] = old_mass * jnp.exp(old_peak - peak[...]) + added
         # As a step towards the value: two rounded shares would not add up to one, and the average would drift.
-        share = _divide(added, mass[...])
+        share = divide(added, mass[...])
         average[...] = old_average + jnp.where(own, share.T * (values[row, :] - old_average), 0)
         visit(row)
         return token_id
@@ -612,8 +603,3 @@ def _exact_dot(x, y, axes):
     """Multiply in float32: for masses, whose small terms count, and where there is no hurry."""
     precision = lax.Precision.HIGHEST
     return lax.dot_general(x, y, (axes, ((), ())), precision=precision, preferred_element_type=jnp.float32)
-
-
-def _divide(x, mass):
-    """`x / mass`, and 0 where nothing has been seen."""
-    return jnp.where(mass > 0, x / jnp.where(mass > 0, mass, 1), 0)

@@ -15,12 +15,13 @@ from math import ceil
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.batching import leading_vmap
 from latte_eqx.ops.dispatch import Passes
-from latte_eqx.ops.latte.state import LatteState
-from latte_eqx.ops.precision import products_like
+from latte_eqx.ops.latte.state import LatteState, divide
+from latte_eqx.ops.precision import exact_products
 
 # Every chunk has at most so many tokens, and is a whole number of blocks unless it is shorter than one.
 CHUNK, BLOCK = 256, 32
@@ -62,6 +63,23 @@ def _plan(seq: int) -> tuple[int, int]:
     return block * ceil(blocks / chunks), chunks
 
 
+def asked_of_sums(
+    last_state: LatteState, dstate: LatteState
+) -> tuple[Float[Array, "*batch latents dim"], Float[Array, "*batch latents"]]:
+    """Turn what is asked of the last average and mass into what is asked of the sum of values and the mass."""
+    of_sum = divide(dstate.average, last_state.mass[..., None])
+    return of_sum, dstate.mass - (of_sum * last_state.average).sum(axis=-1)
+
+
+def asked_of_state(
+    states: LatteState, of_sum: Float[Array, "*batch latents dim"], of_mass: Float[Array, "*batch latents"]
+) -> LatteState:
+    """Turn what is asked before the first chunk back into what is asked of the state there."""
+    first = jax.tree.map(lambda x: lax.index_in_dim(x, 0, of_mass.ndim - 1, keepdims=False), states)
+    dmass = of_mass + (of_sum * first.average).sum(axis=-1)
+    return LatteState(first.mass[..., None] * of_sum, first.mass * dmass, dmass)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def _latte_causal(weights, keys, values, segment_ids, state, passes, chunk):
     forward = leading_vmap(partial(passes.forward, chunk=chunk, keep=False))
@@ -77,7 +95,7 @@ def _save(weights, keys, values, segment_ids, state, passes, chunk):
 
 def _restore(passes, chunk, residuals, cotangents):
     backward = leading_vmap(partial(passes.backward, chunk=chunk))
-    with products_like(cotangents[0]):
+    with exact_products(cotangents[0].dtype):
         dweights, dkeys, dvalues, dstate = backward(*residuals, *cotangents)
     return dweights, dkeys, dvalues, None, dstate
 

@@ -8,6 +8,10 @@ from jaxtyping import Array, Float
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
+# A token whose mass falls below this is e^50 under its reference: terms that matter to it might underflow.
+SMALLEST_MASS = 2e-22
+
+
 class LatteState(eqx.Module):
     r"""For each latent, the average of the values so far, the largest key, and the mass $\sum_s e^{k_s - \text{peak}}$.
 
@@ -23,6 +27,11 @@ class LatteState(eqx.Module):
     def empty(cls, *batch: int, latents: int, dim: int) -> "LatteState":
         """Return the state before the first token."""
         return cls(jnp.zeros((*batch, latents, dim)), jnp.full((*batch, latents), LOWEST), jnp.zeros((*batch, latents)))
+
+
+def divide(x: Float[Array, "..."] | float, mass: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Return `x / mass`, and 0 where nothing has been seen; not to be differentiated."""
+    return jnp.where(mass > 0, x / mass, 0)
 
 
 def empty_like(keys: Float[Array, "*batch seq latents"], values: Float[Array, "*batch seq dim"]) -> LatteState:

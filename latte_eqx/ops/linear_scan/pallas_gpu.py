@@ -9,7 +9,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,6 +16,7 @@ from jax.experimental.pallas import triton as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from latte_eqx.ops.batching import output_like
 from latte_eqx.ops.dispatch import Passes
 
 # A warp, with a channel for each thread: it reads 128 bytes of float32 at a time.
@@ -76,13 +76,13 @@ def _run(
     steps = _steps(rows * dim, length)
     pieces = pl.cdiv(length, steps)
     walk = partial(_Walk, length, dim, steps, reverse)
-    varying = jax.typeof(start).manual_axis_type
+    output = partial(output_like, start)
 
     def call(kernel: Callable[..., None], pieces: int, out_shapes: list[Any], *arrays: Any) -> Any:
         return pl.pallas_call(
             partial(kernel, walk),
             grid=(rows, pl.cdiv(dim, CHANNELS), pieces),
-            out_shape=[jax.ShapeDtypeStruct(*shape, manual_axis_type=varying) for shape in out_shapes],
+            out_shape=[output(*shape) for shape in out_shapes],
             compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
             interpret=interpret,
             name="linear_scan" + kernel.__name__.removesuffix("_kernel"),
@@ -92,10 +92,10 @@ def _run(
     effects = []
     if pieces > 1:
         # Nobody comes after the last piece.
-        shape = (rows, pieces - 1, dim), jnp.float32
-        effects = call(_effect_kernel, pieces - 1, [shape, shape], *arrays[:2])
+        shape = (rows, pieces - 1, dim)
+        effects = call(_effect_kernel, pieces - 1, [(shape,), (shape,)], *arrays[:2])
     shapes = [((rows, length, dim), dtype) for dtype in dtypes]
-    outputs = call(kernel, pieces, [*shapes, ((rows, dim), jnp.float32)], start, effects, *arrays)
+    outputs = call(kernel, pieces, [*shapes, ((rows, dim),)], start, effects, *arrays)
     return [x.reshape(*batch, *x.shape[1:]) for x in outputs]
 
 

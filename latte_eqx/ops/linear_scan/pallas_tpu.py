@@ -9,7 +9,6 @@ from functools import partial
 from math import prod
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,6 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from latte_eqx.ops.batching import output_like
 from latte_eqx.ops.dispatch import Passes
 
 Interpret = bool | pltpu.InterpretParams
@@ -90,15 +90,13 @@ def _run(
     block = pl.BlockSpec((None, positions, channels), lambda row, part, step: (row, place(step), part))
     block_before = pl.BlockSpec((None, BEFORE, channels), lambda row, part, step: (row, place_before(step), part))
 
-    varying = jax.typeof(sequences[0]).manual_axis_type
-    state_shape = jax.ShapeDtypeStruct((rows, 1, dim), jnp.float32, manual_axis_type=varying)
-    shapes = [jax.ShapeDtypeStruct((rows, length, dim), dtype, manual_axis_type=varying) for dtype in dtypes]
+    output = partial(output_like, sequences[0])
     *outputs, state = pl.pallas_call(
         partial(kernel, place=place, length=length),
         grid=(rows, pl.cdiv(dim, channels), num_blocks),
         in_specs=[state_block] * len(states) + [block] * len(sequences) + [block_before] * len(before),
         out_specs=[block] * len(dtypes) + [state_block],
-        out_shape=[*shapes, state_shape],
+        out_shape=[*(output((rows, length, dim), dtype) for dtype in dtypes), output((rows, 1, dim))],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="linear_scan" + kernel.__name__.removesuffix("_kernel"),

@@ -20,8 +20,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
+from latte_eqx.ops.batching import output_like
+from latte_eqx.ops.precision import product_precision
 from latte_eqx.ops.window_attention.chunked import pad
-from latte_eqx.ops.window_attention.reference import LOWEST, product_precision
+from latte_eqx.ops.window_attention.reference import LOWEST
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 # Registers are so wide; so are the smallest parts and blocks.
@@ -197,14 +199,12 @@ def _call(
     scratch: Sequence[Any],
     interpret: Any,
 ) -> Sequence[Array]:
-    # Inside `shard_map` outputs vary as inputs do.
-    varying = jax.typeof(inputs[0]).manual_axis_type
     return pl.pallas_call(
         kernel,
         grid=grid,
         in_specs=specs,
         out_specs=[spec for _, spec in outputs],
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying) for x, _ in outputs],
+        out_shape=[output_like(inputs[0], x.shape, x.dtype) for x, _ in outputs],
         scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,

@@ -4,8 +4,9 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
+
+from latte_eqx.ops.precision import product_precision
 
 # Finite, so that a row without any key has no inf - inf.
 LOWEST = -1e30
@@ -66,8 +67,3 @@ def attend(
     weights = weights.astype(values.dtype)
     output = product("...gts,...sd->...gtd", weights, values, precision=product_precision(values.dtype))
     return (output / jnp.where(total == 0, 1, total)).astype(values.dtype)
-
-
-def product_precision(dtype: DTypeLike) -> jax.lax.Precision:
-    """Float32 products of float32 factors: accelerators would round these otherwise."""
-    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else jax.lax.Precision.DEFAULT

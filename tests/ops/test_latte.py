@@ -260,8 +260,8 @@ def test_vmap_does_not_run_both_branches(monkeypatch, cached_rows):
     for g, w in zip(got, want, strict=True):
         np.testing.assert_allclose(g, w, rtol=0, atol=1e-6 * np.abs(w).max())
     lowered = jax.jit(batched).lower(*arrays).as_text()
-    # One in each pass, and two in each that ask for the platform. With too many rows, two more of each ask once more.
-    assert lowered.count("stablehlo.case") == (6 if cached_rows == 6 else 10)
+    # Two in each pass, and two in each that ask for the platform. With too many rows, two more of each ask once more.
+    assert lowered.count("stablehlo.case") == (8 if cached_rows == 6 else 12)
 
 
 def test_many_rows_are_each_as_alone(monkeypatch):
@@ -300,6 +300,32 @@ def test_ordinary_keys_take_the_fast_branch(monkeypatch):
     jax.block_until_ready(jax.jit(lambda *x: latte_causal(*x)[0])(weights, keys, values))
     jax.effects_barrier()
     assert len(calls) == 1
+
+
+def test_ordinary_keys_are_not_asked_chunk_by_chunk(monkeypatch):
+    """One glance at all keys is enough, be they padded anywhere, cut into documents, or after a state."""
+    asked = []
+    choose = chunked._Chunk.choose
+
+    def counting(chunk, may_be_steep, *ways):
+        if may_be_steep:
+            jax.debug.callback(lambda: asked.append(1))
+        return choose(chunk, may_be_steep, *ways)
+
+    monkeypatch.setattr(chunked._Chunk, "choose", counting)
+    seq = 2 * CHUNK
+    weights, keys, values = _inputs("normal", seq)
+    run = jax.jit(lambda keys, state: latte_causal(weights, keys, values, segment_ids=_segments(seq), state=state)[0])
+    padded = keys.at[:, 7:90].set(-jnp.inf).at[:, -50:].set(-jnp.inf).at[:, 0].set(-jnp.inf)
+    empty, after = LatteState.empty(2, latents=LATENTS, dim=DIM), latte_causal(weights, keys, values)[1]
+    for ordinary, state in ((keys, empty), (padded, empty), (keys, after), (padded, after)):
+        jax.block_until_ready(run(ordinary, state))
+    jax.effects_barrier()
+    assert not asked
+    late = padded.at[:, 90:].add(-60.0)
+    jax.block_until_ready(run(late, empty))
+    jax.effects_barrier()
+    assert len(asked) == 2
 
 
 def test_residuals_are_chunk_boundaries_only():

@@ -8,11 +8,13 @@ Inside a chunk all masses are taken relative to one reference, the largest key $
 
 A chunk is cut into blocks. The sum over the tokens of the own block is a product of small square matrices; the rest,
 all earlier blocks and the state, is one sum per block that its tokens share. It is exact while every Z_t is far above
-the smallest float. Where keys rise so steeply that one is not, the chunk is read token by token instead: ordinary keys
-never pay for that, and no key breaks it. The backward pass keeps the states between chunks and recomputes the rest.
+the smallest float. Where keys rise so steeply that one is not, the chunk is read token by token instead. A glance at
+the keys tells whether any chunk can need that: ordinary keys do not even pay for the question, and no key breaks it.
+The backward pass keeps the states between chunks and recomputes the rest.
 """
 
-from math import prod
+from functools import partial
+from math import log, prod
 from typing import NamedTuple
 
 import jax
@@ -22,7 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte import scan
-from latte_eqx.ops.latte.passes import BLOCK, TOKEN_BY_TOKEN
+from latte_eqx.ops.latte.passes import BLOCK, TOKEN_BY_TOKEN, first_state
 from latte_eqx.ops.latte.state import LOWEST, SMALLEST_MASS, LatteState, divide
 from latte_eqx.ops.segments import segment_starts
 
@@ -44,11 +46,12 @@ def forward(
     shape = _shape(chunk)
 
     @_in_cache
-    def run(weights, keys, values, segment_ids, state):
+    @_as_steep_as(lambda weights, keys, values, segment_ids, state: (keys, segment_ids, state))
+    def run(may_be_steep, weights, keys, values, segment_ids, state):
         def read(carry, index):
             state, y = carry
             chunk = _chunk(weights, keys, values, segment_ids, state, index, shape)
-            new_y, after = lax.cond(chunk.is_safe(), lambda: _read_chunk(chunk), lambda: _read_tokens(chunk))
+            new_y, after = chunk.choose(may_be_steep, lambda: _read_chunk(chunk), lambda: _read_tokens(chunk))
             return (after, _put(y, new_y, index)), state if keep else None
 
         steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1]))
@@ -76,14 +79,15 @@ def backward(
     shape = _shape(chunk)
 
     @_in_cache
-    def run(weights, keys, values, segment_ids, last_state, states, dy, dstate):
+    @_as_steep_as(lambda weights, keys, values, segment_ids, last, states, *_: (keys, segment_ids, first_state(states)))
+    def run(may_be_steep, weights, keys, values, segment_ids, last_state, states, dy, dstate):
         def unread(carry, step):
             dafter, after, gradients = carry
             index, before = step
             chunk = _chunk(weights, keys, values, segment_ids, before, index, shape)
             cotangents = _slice(dy, index, shape), dafter
-            new, dbefore = lax.cond(
-                chunk.is_safe(),
+            new, dbefore = chunk.choose(
+                may_be_steep,
                 lambda: _unread_chunk(chunk, after, *cotangents),
                 lambda: _unread_tokens(chunk, *cotangents),
             )
@@ -126,6 +130,31 @@ def _in_cache(run):
     return fitting
 
 
+def _as_steep_as(what_matters):
+    """Compile a pass twice, for keys that may be steep and for ones that are not, and take the one that the keys ask.
+
+    No token sees less than the first of its document does. If that is never far below the largest key, none is steep.
+    """
+
+    def twice(run):
+        def ask(*arrays):
+            keys, segment_ids, state = what_matters(*arrays)
+            exists = keys > -jnp.inf
+            # After a padded position, a key counts as a first one: there may have been none before.
+            is_first = exists & ~jnp.concatenate([state.mass[..., None, :] > 0, exists[..., :-1, :]], axis=-2)
+            if segment_ids is not None:
+                is_first |= exists & segment_starts(segment_ids)[..., None]
+            lowest_first = jnp.where(is_first, keys, jnp.inf).min(axis=-2).astype(jnp.float32)
+            lowest_first = jnp.minimum(lowest_first, jnp.where(state.mass > 0, state.peak, jnp.inf))
+            largest = jnp.maximum(keys.max(axis=-2).astype(jnp.float32), state.peak)
+            may_be_steep = jnp.any(largest + log(SMALLEST_MASS) > lowest_first)
+            return lax.cond(may_be_steep, partial(run, True), partial(run, False), *arrays)
+
+        return ask
+
+    return twice
+
+
 class _Chunk(NamedTuple):
     """The tokens of a chunk in blocks, the state before them, who sees whom, and the masses relative to `reference`.
 
@@ -148,10 +177,13 @@ class _Chunk(NamedTuple):
     seen_mass: Array  # (block, token, latents)
     last_mass: Array  # (latents)
 
-    def is_safe(self):
-        """Tell whether every token that has seen a key has a mass far from underflow."""
+    def choose(self, may_be_steep, together, one_by_one):
+        """Take the tokens together if every one that has seen a key has a mass far from underflow."""
+        if not may_be_steep:
+            return together()
         small = self.seen_mass < SMALLEST_MASS
-        return ~(jnp.any(small & (self.keys > -jnp.inf)) | jnp.any(small[..., 0, 0, :] & (self.state.mass > 0)))
+        steep = jnp.any(small & (self.keys > -jnp.inf)) | jnp.any(small[..., 0, 0, :] & (self.state.mass > 0))
+        return lax.cond(steep, one_by_one, together)
 
     def last_peak(self):
         """Return the largest key of the document that the chunk ends in."""

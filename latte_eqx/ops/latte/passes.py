@@ -63,6 +63,12 @@ def _plan(seq: int) -> tuple[int, int]:
     return block * ceil(blocks / chunks), chunks
 
 
+def first_state(states: LatteState) -> LatteState:
+    """Return the state before the first of the chunks, which are the last axis of the batch."""
+    axis = states.peak.ndim - 2
+    return jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, keepdims=False), states)
+
+
 def asked_of_sums(
     last_state: LatteState, dstate: LatteState
 ) -> tuple[Float[Array, "*batch latents dim"], Float[Array, "*batch latents"]]:
@@ -75,7 +81,7 @@ def asked_of_state(
     states: LatteState, of_sum: Float[Array, "*batch latents dim"], of_mass: Float[Array, "*batch latents"]
 ) -> LatteState:
     """Turn what is asked before the first chunk back into what is asked of the state there."""
-    first = jax.tree.map(lambda x: lax.index_in_dim(x, 0, of_mass.ndim - 1, keepdims=False), states)
+    first = first_state(states)
     dmass = of_mass + (of_sum * first.average).sum(axis=-1)
     return LatteState(first.mass[..., None] * of_sum, first.mass * dmass, dmass)
 

@@ -14,6 +14,7 @@ import grain
 import numpy as np
 from absl import flags
 
+from data.examples import ExamplePacking, pack_examples
 from data.packing import NOTHING, ConcatPacking, Element, Packing, pack_documents
 from data.prepared import CorruptData, fingerprint, open_split
 
@@ -21,7 +22,7 @@ from data.prepared import CorruptData, fingerprint, open_split
 class Rows:
     """The rows of a split by number. A copy in another process maps the files itself."""
 
-    def __init__(self, directory: Path, split: str, packing: Packing):
+    def __init__(self, directory: Path, split: str, packing: Packing | ExamplePacking):
         self.packing = packing
         self._directory, self._split = directory, split
         self._fingerprint = fingerprint(directory)
@@ -44,12 +45,17 @@ class Rows:
 
 
 def open_rows(directory: Path | str, split: str, *, seq: int, pack: Literal["concat", "documents"]) -> Rows:
-    """Plan the rows of a split of a prepared directory; see `packing` for the two ways."""
+    """Plan the rows of a split of a prepared directory; see `packing` for the two ways.
+
+    Where documents are examples of a task, a row is an example, cut at `seq` tokens; see `examples`.
+    """
     if seq < 1:
         raise ValueError(f"`seq` must be positive, got {seq=}.")
     if pack not in ("concat", "documents"):
         raise ValueError(f"`pack` must be one of concat, documents, got {pack!r}.")
     prepared = open_split(directory, split)
+    if prepared.manifest.examples is not None:
+        return Rows(Path(directory), split, pack_examples(prepared, seq))
     num_tokens, num_documents = len(prepared.tokens), len(prepared.offsets) - 1
     packing = ConcatPacking(num_tokens, seq) if pack == "concat" else pack_documents(prepared.offsets, seq)
     if not len(packing):

@@ -9,16 +9,14 @@ A further data set is a function with typed arguments, and a line in `COMMANDS`.
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from data import openwebtext
 from data.prepared import Manifest
+from data.preparing import progress, say_what_was_made
 from data.sources import Advance, Piece, TextFiles, find_files, split_pieces
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.writing import Writer, check_free, writing
@@ -126,14 +124,10 @@ def _prepare(
 ) -> Manifest:
     """Encode and write all pieces. `total` is the sum of what `pieces` reports as its advance."""
     with writing(Path(out), tokenizer, splits=splits, overwrite=overwrite) as writer:
-        with _progress(total, quiet) as advance:
+        with progress(total, quiet) as advance:
             _encode(pieces(advance), tokenizer, writer)
         manifest = writer.finish(source)
-    if not quiet:
-        counts = (
-            f"{name}: {x.num_documents:,} documents, {x.num_tokens:,} tokens" for name, x in manifest.splits.items()
-        )
-        print(f"{out}: {tokenizer.name} tokens. {'; '.join(counts)}.")
+    say_what_was_made(out, manifest, quiet)
     return manifest
 
 
@@ -155,14 +149,6 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-@contextmanager
-def _progress(total: int, quiet: bool) -> Iterator[Advance]:
-    columns = TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
-        task = progress.add_task("preparing", total=total)
-        yield lambda amount: progress.advance(task, amount)
 
 
 COMMANDS = {"text": prepare_text, "openwebtext": prepare_openwebtext}

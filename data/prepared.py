@@ -2,6 +2,7 @@
 
     train.tokens     every document followed by an end of text, one flat array
     train.documents  int64: where each document begins, and the end of the last
+    train.labels     int32: where documents are examples of a task, what is to be said of each
     valid.tokens     ...
     manifest.json    counts, sizes and sha256 of the files, tokenizer, source
 
@@ -47,6 +48,18 @@ class SplitRecord:
 
 
 @dataclass(frozen=True)
+class Examples:
+    """What documents are examples of: to classify, or with a target for each position."""
+
+    num_classes: int
+    """Classes of an example; 0 where each position has a target of its own, a token or -1."""
+    num_documents: int = 1
+    """Documents that make an example."""
+    is_numeric: bool = False
+    """Whether tokens are to be read as numbers: 0 to 255 as -1 to 1."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Everything known about a prepared directory."""
 
@@ -57,6 +70,7 @@ class Manifest:
     source: Mapping[str, Any]
     splits: Mapping[str, SplitRecord]
     files: Mapping[str, FileRecord]
+    examples: Examples | None = None
 
     def to_json(self) -> str:
         """Return the text of the manifest, which carries a digest of itself."""
@@ -70,12 +84,13 @@ class PreparedSplit:
 
     tokens: np.memmap
     offsets: np.memmap
+    labels: np.memmap | None
     manifest: Manifest
 
 
-def file_names(split: str) -> tuple[str, str]:
-    """Return the names of the two files of `split`: its tokens and where its documents begin."""
-    return f"{split}.tokens", f"{split}.documents"
+def file_names(split: str, examples: Examples | None) -> list[str]:
+    """Return the names of the files of `split`: its tokens, where its documents begin, and what is said of them."""
+    return [f"{split}.{kind}" for kind in ("tokens", "documents", *(["labels"] if examples else []))]
 
 
 def read_manifest(directory: Path | str) -> Manifest:
@@ -103,7 +118,8 @@ def _parse(content: Any) -> Manifest:
         raise CorruptData(f"`dtype` must be one of {', '.join(DTYPES)}, got {content['dtype']!r}")
     splits = {name: SplitRecord(**record) for name, record in content.pop("splits").items()}
     files = {name: FileRecord(**record) for name, record in content.pop("files").items()}
-    return Manifest(**content, splits=splits, files=files)
+    examples = content.pop("examples", None)
+    return Manifest(**content, splits=splits, files=files, examples=None if examples is None else Examples(**examples))
 
 
 def open_split(directory: Path | str, split: str, *, verify: bool = False) -> PreparedSplit:
@@ -111,14 +127,16 @@ def open_split(directory: Path | str, split: str, *, verify: bool = False) -> Pr
     directory, manifest = Path(directory), read_manifest(directory)
     if split not in manifest.splits:
         raise ValueError(f"`split` must be one of {', '.join(manifest.splits)} in {directory}, got {split!r}.")
-    _check_files(directory, manifest, file_names(split), contents=verify)
-    tokens_name, documents_name = file_names(split)
-    tokens = np.memmap(directory / tokens_name, manifest.dtype, "r")
-    offsets = np.memmap(directory / documents_name, np.int64, "r")
+    names = file_names(split, manifest.examples)
+    _check_files(directory, manifest, names, contents=verify)
+    types = manifest.dtype, np.int64, np.int32
+    tokens, offsets, *labels = [
+        np.memmap(directory / name, dtype, "r") for name, dtype in zip(names, types, strict=False)
+    ]
     record, found = manifest.splits[split], SplitRecord(len(offsets) - 1, len(tokens))
     if record != found or offsets[0] != 0 or offsets[-1] != len(tokens):
         raise _corrupt(directory, f"{split} must hold {record}, ending at its last token, got {found}")
-    return PreparedSplit(tokens, offsets, manifest)
+    return PreparedSplit(tokens, offsets, labels[0] if labels else None, manifest)
 
 
 def verify(directory: Path | str) -> Manifest:
@@ -133,7 +151,8 @@ def fingerprint(directory: Path | str) -> str:
     """Return a digest of the tokens and what they mean: two directories have the same if they hold the same data."""
     manifest = read_manifest(directory)
     hashes = {name: record.sha256 for name, record in manifest.files.items()}
-    return content_digest([manifest.tokenizer, manifest.vocab_size, manifest.end_of_text, manifest.dtype, hashes])
+    meaning = [manifest.tokenizer, manifest.vocab_size, manifest.end_of_text, manifest.dtype, hashes]
+    return content_digest(meaning if manifest.examples is None else [*meaning, asdict(manifest.examples)])
 
 
 def _check_files(directory: Path, manifest: Manifest, names: Iterable[str], *, contents: bool) -> None:

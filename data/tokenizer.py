@@ -22,6 +22,20 @@ ASSETS = Path(__file__).parent / "tokenizers"
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """Ids that stand for no text."""
+
+    name: str
+    vocab_size: int
+    """How many ids there are, the end of a document included."""
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that follows every document."""
+        return self.vocab_size - 1
+
+
+@dataclass(frozen=True)
 class Tokenizer:
     """What each id stands for, and how texts become ids."""
 

@@ -8,14 +8,15 @@ import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jaxtyping import Integer
 
-from data.prepared import DTYPES, MANIFEST, FileRecord, Manifest, SplitRecord, file_names
-from data.tokenizer import Tokenizer
+from data.prepared import DTYPES, MANIFEST, Examples, FileRecord, Manifest, SplitRecord, file_names
+from data.tokenizer import Tokenizer, Vocabulary
 
 PARTIAL = ".partial"
 
@@ -48,11 +49,12 @@ class _GrowingFile:
 
 
 class _SplitWriter:
-    """The two files of a split."""
+    """The files of a split."""
 
-    def __init__(self, directory: Path, split: str, dtype: str):
+    def __init__(self, directory: Path, split: str, dtype: str, examples: Examples | None):
         self.dtype = np.dtype(dtype)
-        self.tokens, self.documents = (_GrowingFile(directory / name) for name in file_names(split))
+        self.files = [_GrowingFile(directory / name) for name in file_names(split, examples)]
+        self.tokens, self.documents, *_ = self.files
         self.num_documents = 0
         self.documents.write(np.int64(0).tobytes())
 
@@ -69,19 +71,31 @@ class _SplitWriter:
 class Writer:
     """Takes the tokens of documents, split by split; see `writing` for how to get one."""
 
-    def __init__(self, directory: Path, tokenizer: Tokenizer, splits: tuple[str, ...]):
-        self._directory, self._tokenizer = directory, tokenizer
-        self._dtype = next(dtype for dtype in DTYPES if tokenizer.vocab_size - 1 <= np.iinfo(dtype).max)
-        self._splits = {split: _SplitWriter(directory, split, self._dtype) for split in splits}
+    def __init__(
+        self, directory: Path, vocabulary: Tokenizer | Vocabulary, splits: tuple[str, ...], examples: Examples | None
+    ):
+        self._directory, self._vocabulary, self._examples = directory, vocabulary, examples
+        self._dtype = next(dtype for dtype in DTYPES if vocabulary.vocab_size - 1 <= np.iinfo(dtype).max)
+        self._splits = {split: _SplitWriter(directory, split, self._dtype, examples) for split in splits}
 
-    def append(self, split: str, tokens: np.ndarray) -> None:
+    def append(self, split: str, tokens: Integer[np.ndarray, " tokens"]) -> None:
         """Add tokens to the current document of `split`."""
         writer = self._splits[split]
         writer.tokens.write(tokens.astype(writer.dtype, casting="safe", copy=False).tobytes())
 
+    def append_example(
+        self, split: str, documents: Sequence[Integer[np.ndarray, " tokens"]], label: Integer[np.ndarray, "..."] | int
+    ) -> None:
+        """Add the documents of an example, and what is to be said of it: a class, or a target for each position."""
+        writer = self._splits[split]
+        for document in documents:
+            self.append(split, document)
+            self.end_document(split)
+        writer.files[2].write(np.asarray(label, np.int32).tobytes())
+
     def end_document(self, split: str) -> None:
         """End the current document of `split`; the end of text is added here."""
-        self._splits[split].end_document(self._tokenizer.end_of_text)
+        self._splits[split].end_document(self._vocabulary.end_of_text)
 
     def finish(self, source: Mapping[str, Any]) -> Manifest:
         """Put the files in place and write the manifest."""
@@ -90,9 +104,16 @@ class Writer:
                 raise ValueError(f"Every split must hold a document, but {split!r} has none.")
         records = {file.path.name: file.complete() for file in self._files()}
         splits = {split: SplitRecord(writer.num_documents, writer.num_tokens) for split, writer in self._splits.items()}
-        tokenizer = self._tokenizer
+        vocabulary = self._vocabulary
         manifest = Manifest(
-            tokenizer.name, tokenizer.vocab_size, tokenizer.end_of_text, self._dtype, source, splits, records
+            vocabulary.name,
+            vocabulary.vocab_size,
+            vocabulary.end_of_text,
+            self._dtype,
+            source,
+            splits,
+            records,
+            self._examples,
         )
         self._replace(manifest)
         return manifest
@@ -104,7 +125,7 @@ class Writer:
 
     def _files(self) -> Iterator[_GrowingFile]:
         for writer in self._splits.values():
-            yield from (writer.tokens, writer.documents)
+            yield from writer.files
 
     def _replace(self, manifest: Manifest) -> None:
         path = self._directory / MANIFEST
@@ -129,14 +150,19 @@ def check_free(directory: Path, *, overwrite: bool) -> None:
 
 @contextlib.contextmanager
 def writing(
-    directory: Path, tokenizer: Tokenizer, *, splits: tuple[str, ...] = ("train", "valid"), overwrite: bool = False
+    directory: Path,
+    vocabulary: Tokenizer | Vocabulary,
+    *,
+    splits: tuple[str, ...] = ("train", "valid"),
+    examples: Examples | None = None,
+    overwrite: bool = False,
 ) -> Iterator[Writer]:
     """Give a `Writer` into `directory` for itself alone, and clean up if its `finish` is not reached."""
     check_free(directory, overwrite=overwrite)
     directory.mkdir(parents=True, exist_ok=True)
     with _alone_in(directory):
         try:
-            with contextlib.closing(Writer(directory, tokenizer, splits)) as writer:
+            with contextlib.closing(Writer(directory, vocabulary, splits, examples)) as writer:
                 yield writer
         except OSError as error:
             raise OSError(error.errno, f"Nothing was finished in {directory}: {error}. Run it again.") from error

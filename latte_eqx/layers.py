@@ -1,6 +1,7 @@
 """The small parts that mixers, blocks and models share: projections, convolution, MLPs, positions."""
 
 import math
+from dataclasses import dataclass
 
 import equinox as eqx
 import jax
@@ -153,13 +154,49 @@ def angles(positions: Int[Array, " seq"], frequencies: np.ndarray) -> Float[Arra
     return total
 
 
+@dataclass(frozen=True)
+class YaRN:
+    r"""Stretches a rotation trained on sequences of `length` tokens to `scale` times as many; no parameter changes.
+
+    $$\theta' = \left(g + \frac{1 - g}{s}\right) \theta, \qquad
+    g = \min\left(\max\left(\frac{r - 1}{32 - 1}, 0\right), 1\right), \qquad r = \frac{T \theta}{2 \pi}$$
+
+    where r says how often a pair turned in training. Fast pairs tell neighbours apart and stay. Slow ones have not seen
+    all angles, and turn more slowly so as to meet no new ones. Logits grow by $(0.1 \ln s + 1)^2$, half of it on each
+    side, since a softmax over more tokens is flatter.
+    """
+
+    scale: float
+    length: int
+
+    def __post_init__(self):
+        if not 1 <= self.scale < math.inf:
+            raise ValueError(f"`scale` must be at least 1 and finite, got scale={self.scale}.")
+        if self.length < 1:
+            raise ValueError(f"`length` must be positive, got length={self.length}.")
+
+    @property
+    def gain(self) -> float:
+        """By how much queries and keys grow."""
+        return 0.1 * math.log(self.scale) + 1
+
+    def stretch(self, frequencies: np.ndarray) -> np.ndarray:
+        """Return the frequencies to rotate with, in radians per token; at scale 1 the same ones, to the bit."""
+        turns = self.length * frequencies / (2 * np.pi)
+        kept = np.clip((turns - 1) / (32 - 1), 0, 1)
+        return frequencies * (kept + (1 - kept) / self.scale)
+
+
 def rotary(
-    x: Float[Array, "heads seq head_dim"], positions: Int[Array, " seq"], base: float
+    x: Float[Array, "heads seq head_dim"], positions: Int[Array, " seq"], base: float, yarn: YaRN | None = None
 ) -> Float[Array, "heads seq head_dim"]:
     """Rotate the pairs (i, i + head_dim / 2) by their position, so that products tell the distance of two tokens."""
     half = x.shape[-1] // 2
-    turned = angles(positions, base ** -(np.arange(half) / half))[None]
-    cos, sin = jnp.cos(turned), jnp.sin(turned)
+    frequencies, gain = base ** -(np.arange(half) / half), 1.0
+    if yarn is not None:
+        frequencies, gain = yarn.stretch(frequencies), yarn.gain
+    turned = angles(positions, frequencies)[None]
+    cos, sin = gain * jnp.cos(turned), gain * jnp.sin(turned)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 

@@ -12,6 +12,7 @@ from latte_eqx.layers import (
     CausalConv,
     GatedMLP,
     GeluMLP,
+    YaRN,
     linear,
     rotary,
     sinusoidal,
@@ -97,6 +98,71 @@ def test_rotated_products_depend_on_the_distance_only(start):
 
     np.testing.assert_allclose(products(start), products(0), rtol=0, atol=1e-2)
     assert np.abs(products(0) - np.einsum("htd,hsd->hts", queries, keys)).max() > 1
+
+
+def yarn_in_float64(head_dim, scale, length):
+    """Return the frequencies and the factor of the logits, pair by pair as the paper writes them."""
+    frequencies = []
+    for pair in range(head_dim // 2):
+        plain = 10_000.0 ** (-2 * pair / head_dim)
+        turns = length * plain / (2 * np.pi)
+        share = 0.0 if turns < 1 else 1.0 if turns > 32 else (turns - 1) / 31
+        frequencies.append((1 - share) * plain / scale + share * plain)
+    return np.array(frequencies), (0.1 * np.log(scale) + 1) ** 2
+
+
+@pytest.mark.parametrize(("scale", "length"), [(1.0, 100), (2.0, 1024), (3.2, 5120), (16.0, 1)])
+def test_stretched_frequencies_against_the_formulas(scale, length):
+    plain = 10_000.0 ** -(np.arange(32) / 32)
+    expected, growth = yarn_in_float64(64, scale, length)
+    yarn = YaRN(scale, length)
+    np.testing.assert_allclose(yarn.stretch(plain), expected, rtol=1e-14)
+    np.testing.assert_allclose(yarn.gain**2, growth, rtol=1e-14)
+    turns = length * plain / (2 * np.pi)
+    np.testing.assert_array_equal(yarn.stretch(plain)[turns >= 32], plain[turns >= 32])
+    np.testing.assert_allclose(yarn.stretch(plain)[turns <= 1], plain[turns <= 1] / scale, rtol=1e-15)
+    # A pair that never turned whole meets no new angle at the longest sequence.
+    assert (scale * length * yarn.stretch(plain)[turns <= 1] <= 2 * np.pi * (1 + 1e-12)).all()
+
+
+@pytest.mark.parametrize("length", [1, 100, 1024, 5120, 10**6])
+def test_a_stretch_of_one_is_none_to_the_bit(length):
+    plain = 10_000.0 ** -(np.arange(64) / 64)
+    np.testing.assert_array_equal(YaRN(1.0, length).stretch(plain), plain)
+    x, positions = jnp.asarray(draw(2, 32, 16)), 1000 + jnp.arange(32)
+    for run in (jax.jit, lambda function: function):
+        stretched = run(lambda x: rotary(x, positions, 10_000.0, YaRN(1.0, length)))(x)
+        np.testing.assert_array_equal(stretched, run(lambda x: rotary(x, positions, 10_000.0))(x))
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_stretched_products_against_float64(start):
+    """Whatever the start: they depend on the distance only."""
+    queries, keys, distance = draw(2, 32, 16), draw(2, 32, 16, seed=1), np.arange(32)[:, None] - np.arange(32)
+    positions = jnp.asarray(start + np.arange(32), jnp.int32)
+    turn = jax.jit(lambda x: rotary(x, positions, 10_000.0, YaRN(4.0, 64)))
+    actual = np.einsum("htd,hsd->hts", turn(jnp.asarray(queries)), turn(jnp.asarray(keys)))
+    frequencies, growth = yarn_in_float64(16, 4.0, 64)
+    pairs = lambda x: x[..., :8].astype(np.float64) + 1j * x[..., 8:]
+    turned = np.exp(1j * distance[..., None] * frequencies)
+    expected = growth * np.einsum("htp,hsp,tsp->hts", pairs(queries), pairs(keys).conj(), turned).real
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-2)
+    if start == 0:
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("scale", "length", "message"),
+    [
+        (0.5, 100, "`scale` must be at least 1 and finite, got scale=0.5"),
+        (float("nan"), 100, "`scale` must be at least 1 and finite, got scale=nan"),
+        (float("inf"), 100, "`scale` must be at least 1 and finite, got scale=inf"),
+        (2.0, 0, "`length` must be positive, got length=0"),
+    ],
+)
+def test_impossible_stretches_are_refused(scale, length, message):
+    with pytest.raises(ValueError, match=message):
+        YaRN(scale, length)
 
 
 @pytest.mark.parametrize("start", STARTS)

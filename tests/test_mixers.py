@@ -1,5 +1,6 @@
 """What the mixers compute, against sums written out in float64."""
 
+from dataclasses import replace
 from functools import partial
 
 import equinox as eqx
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from latte_eqx import SWA, FullAttention, LatteBidir, LatteCausal, Macchiato
+from latte_eqx import RSWA, SWA, FullAttention, LanguageModel, LatteBidir, LatteCausal, Macchiato, ModelConfig
+from latte_eqx.layers import YaRN
 from latte_eqx.mixers.latents import BothWays
 from tests.test_mixer_contract import assert_near, draw, moved
 
@@ -230,3 +232,91 @@ def test_soft_cap_bounds_the_logits():
         ratios.append(seen.min() / weights.max())
     assert ratios[0] >= np.exp(-1.0) / 7
     assert ratios[1] < np.exp(-1.0) / 7
+
+
+ROTATED = {
+    "swa": MIXERS["swa"],
+    "swa_grouped": partial(SWA, DIM, 4, WINDOW, num_kv_heads=2, soft_cap=2.0),
+    "attention": partial(FullAttention, DIM, HEADS, LENGTH),
+    "macchiato": MIXERS["macchiato"],
+    "r_swa": partial(RSWA, DIM, HEADS, WINDOW),
+}
+STRETCH = YaRN(scale=4.0, length=LENGTH // 4)
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_a_stretch_takes_the_same_parameters(name):
+    plain, unit, stretched = (build(partial(ROTATED[name], yarn=yarn)) for yarn in (None, YaRN(1.0, 10), STRETCH))
+    for other in (unit, stretched):
+        assert [path for path, _ in jax.tree.leaves_with_path(other)] == [
+            path for path, _ in jax.tree.leaves_with_path(plain)
+        ]
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(other), jax.tree.leaves(plain))
+    np.testing.assert_array_equal(call(unit, X), call(plain, X))
+    assert np.abs(call(stretched, X) - call(plain, X)).max() > 1e-3
+
+
+@pytest.mark.parametrize("sizes", [(1,) * LENGTH, (7, 1, 32)], ids=("tokens", "pieces"))
+@pytest.mark.parametrize("name", ROTATED)
+def test_stretched_pieces_equal_the_whole(name, sizes):
+    mixer, outputs = build(partial(ROTATED[name], yarn=STRETCH)), []
+    extend, state = eqx.filter_jit(lambda mixer, x, state: mixer.extend(x, state)), mixer.init_state()
+    for piece in jnp.split(X, np.cumsum(sizes)[:-1]):
+        y, state = extend(mixer, piece, state)
+        outputs.append(y)
+    assert_near(jnp.concatenate(outputs), call(mixer, X), 1e-5)
+
+
+def test_stretched_attention_written_out():
+    mixer = build(partial(SWA, DIM, HEADS, LENGTH, yarn=STRETCH))
+    x, half, distance = (
+        np.asarray(X.at[:, -1].set(0)),
+        DIM // HEADS // 2,
+        np.arange(LENGTH)[:, None] - np.arange(LENGTH),
+    )
+    queries, keys = (
+        y[..., :half] + 1j * y[..., half:]
+        for y in (project(layer.weight, x) for layer in (mixer.attention.to_query, mixer.attention.to_key))
+    )
+    plain = 10_000.0 ** -(np.arange(half) / half)
+    share = np.clip((STRETCH.length * plain / (2 * np.pi) - 1) / 31, 0, 1)
+    frequencies = (1 - share) * plain / STRETCH.scale + share * plain
+    turned = np.exp(1j * distance[..., None] * frequencies)
+    logits = np.einsum("htp,hsp,tsp->hts", queries, keys.conj(), turned).real / np.sqrt(DIM // HEADS)
+    logits *= (0.1 * np.log(STRETCH.scale) + 1) ** 2
+    expected = softmax(np.where(PAST, logits, -np.inf))
+    np.testing.assert_allclose(attention_weights(mixer), expected, rtol=0, atol=1e-5)
+
+
+def test_a_trained_model_reads_longer_sequences():
+    """The config of a trained model, with a stretch and a longer cache, takes its arrays as they are."""
+    sizes = dict(vocab_size=20, num_layers=2, dim=DIM, num_heads=HEADS, mlp_dim=32)
+    config = ModelConfig(mixer="attention", **sizes, max_length=LENGTH // 4)
+    longer = replace(config, max_length=LENGTH, rotary_scale=4.0, rotary_length=config.max_length)
+    trained = moved(LanguageModel(config, key=jax.random.key(0)))
+    model = transplant(trained, LanguageModel(longer, key=jax.random.key(1)))
+    assert model.stack.blocks.mixer.attention.attention.yarn == STRETCH
+    tokens = jnp.arange(LENGTH) % 20
+    assert np.isfinite(call(model, tokens)).all()
+    with pytest.raises(ValueError, match="max_length=10"):
+        trained(tokens)
+    unit = transplant(trained, LanguageModel(replace(config, rotary_length=7), key=jax.random.key(1)))
+    np.testing.assert_array_equal(call(unit, tokens[:10]), call(trained, tokens[:10]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(rotary_scale=0.5, rotary_length=10), "`rotary_scale` must be at least 1, got rotary_scale=0.5"),
+        (dict(rotary_scale=2.0), "`rotary_scale` above 1 must come with .*rotary_length=None"),
+        (dict(rotary_scale=2.0, rotary_length=10, rotary_base=None), "must come with .*rotary_base=None"),
+    ],
+)
+def test_impossible_stretches_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**changes)
+
+
+def test_nothing_is_stretched_without_rotation():
+    with pytest.raises(ValueError, match="`yarn` must be None where nothing is rotated, got rotary_base=None"):
+        SWA(DIM, HEADS, WINDOW, rotary_base=None, yarn=STRETCH, key=jax.random.key(0))

@@ -71,14 +71,14 @@ class Report:
     @property
     def model_flops(self) -> float:
         """What the mathematics of a step asks of all devices."""
-        return self.num_tokens * train_flops_per_token(self.config.model, self.config.data.seq)
+        return self.num_tokens * train_flops_per_token(self.config.model, self.config.data.seq, self.config.task)
 
     @property
     def recomputed_flops(self) -> float:
         """What the backward pass computes again: the logits at any rate, and the layers if nothing of them is kept."""
         model = self.config.model
         if self.config.remat == "full":
-            return self.num_tokens * forward_flops_per_token(model, self.config.data.seq)
+            return self.num_tokens * forward_flops_per_token(model, self.config.data.seq, self.config.task)
         return self.num_tokens * 2.0 * model.vocab_size * model.dim
 
     @property
@@ -153,15 +153,19 @@ def compile_step(config: Config, target: Target) -> Report:
 
 def abstract_batch(config: Config, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
     """Describe a batch as the data give it."""
-    names = ["inputs", "targets", "index", *(["segment_ids"] if config.data.pack == "documents" else [])]
-    specs = batch_specs(dict.fromkeys(names))
-
-    def describe(name):
-        shape = (config.data.batch_size,) if name == "index" else (config.data.batch_size, config.data.seq)
-        dtype = jnp.uint32 if name == "index" else jnp.int32
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, specs[name]))
-
-    return {name: describe(name) for name in names}
+    rows, seq, task = config.data.batch_size, config.data.seq, config.task
+    tokens = jax.ShapeDtypeStruct((rows, seq), jnp.int32)
+    batch = {"inputs": tokens, "index": jax.ShapeDtypeStruct((rows,), jnp.uint32)}
+    if task.kind == "next_token":
+        batch |= {"targets": tokens} | ({"segment_ids": tokens} if config.data.pack == "documents" else {})
+    else:
+        sequence = jax.ShapeDtypeStruct((rows, seq, 1), jnp.float32) if task.is_numeric else tokens
+        mask = jax.ShapeDtypeStruct((rows, seq), jnp.bool)
+        pair = {"others": sequence, "other_mask": mask} if task.kind == "classify_pairs" else {}
+        batch |= {"inputs": sequence, "mask": mask, **pair, "targets": jax.ShapeDtypeStruct((rows,), jnp.int32)}
+    specs = batch_specs(batch)
+    place = lambda name, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, specs[name]))
+    return {name: place(name, x) for name, x in batch.items()}
 
 
 def _other_batches(config: Config, num_devices: int) -> str:

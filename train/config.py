@@ -1,7 +1,9 @@
 """What a run is: frozen dataclasses, made by `get_config()` in a file of `configs/`, changed on the command line."""
 
 import dataclasses
+import inspect
 import runpy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -23,6 +25,21 @@ class DataConfig:
     """Cut the stream of documents into rows, or fill rows with whole documents that do not see one another."""
     num_workers: int = 0
     """Processes that read ahead; with none a thread does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskConfig:
+    """What is to be said of a row."""
+
+    kind: Literal["next_token", "classify", "classify_pairs"] = "next_token"
+    """A token for each position; or the class of an example, or of a pair."""
+    num_classes: int = 2
+    """Classes to choose from."""
+    is_numeric: bool = False
+    """Whether inputs to classify are numbers instead of tokens."""
+    groups: tuple[int, ...] = ()
+    """Numbers at which validation splits positions into groups, to be measured apart: by their place in the row; of
+    examples with targets of their own, by how far back the answer stands."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +98,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    task: TaskConfig = field(default_factory=TaskConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -115,6 +133,8 @@ class Config:
         if self.optim.accumulate < 1 or self.data.batch_size % self.optim.accumulate:
             got = f"data.batch_size={self.data.batch_size}, optim.accumulate={self.optim.accumulate}"
             raise ValueError(f"`optim.accumulate` must be positive and divide `data.batch_size`, got {got}.")
+        if list(self.task.groups) != sorted(set(self.task.groups)):
+            raise ValueError(f"`task.groups` must increase, got {self.task.groups}.")
         if self.mesh.seq != 1:
             raise ValueError(f"`mesh.seq` must be 1: sequences are not sharded yet, got mesh.seq={self.mesh.seq}.")
         if self.model.mixer == "attention" and self.data.seq > self.model.max_length:
@@ -128,7 +148,9 @@ class Config:
 
 
 def smoke(config: Config, *, directory: Path) -> Config:
-    """Return a copy of any config that a CPU trains in minutes, on bytes of the corpus prepared in `directory`."""
+    """Return a copy of a config for text that a CPU trains in minutes, on bytes of the corpus in `directory`."""
+    if config.task != TaskConfig():
+        raise ValueError("`--smoke` must be for a config of text; one of a task has small variants, see its file.")
     replace = dataclasses.replace
     seq, batch_size, steps = 256, 8, 200
     model = replace(
@@ -158,13 +180,29 @@ def smoke(config: Config, *, directory: Path) -> Config:
 
 
 def load_config(path: Path) -> Config:
-    """Return what `get_config()` of a file gives."""
-    if not path.is_file():
-        raise FileNotFoundError(f"`--config` must name a file with a function `get_config`, got {path}.")
-    get_config = runpy.run_path(str(path)).get("get_config")
+    """Return what `get_config()` of a file gives, or `get_config(variant)` for FILE:VARIANT."""
+    file, _, variant = str(path).partition(":")
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"`--config` must name a file with a function `get_config`, got {file}.")
+    get_config = runpy.run_path(file).get("get_config")
     if get_config is None:
-        raise ValueError(f"{path} must define `get_config() -> Config`, and does not.")
-    return get_config()
+        raise ValueError(f"{file} must define `get_config() -> Config`, and does not.")
+    if variant and not inspect.signature(get_config).parameters:
+        raise ValueError(f"{file} must be named without a variant, since it has none, got {variant!r}.")
+    return get_config(variant) if variant else get_config()
+
+
+def config_name(path: Path) -> str:
+    """Return what a run of FILE or FILE:VARIANT is called."""
+    file, _, variant = str(path).partition(":")
+    return "_".join([Path(file).stem, *([variant] if variant else [])])
+
+
+def choose(variants: Mapping[str, Any], name: str) -> Any:
+    """Return the variant of that name."""
+    if name not in variants:
+        raise ValueError(f"The variant must be one of {', '.join(variants)}, got {name!r}.")
+    return variants[name]
 
 
 def to_dict(config: Any) -> Any:
@@ -181,6 +219,8 @@ def from_dict(kind: Any, values: dict[str, Any]) -> Any:
     def restore(name, value):
         if dataclasses.is_dataclass(hints[name]):
             return from_dict(hints[name], value)
+        if isinstance(value, list):
+            return tuple(value)
         return Path(value) if value is not None and Path in (hints[name], *get_args(hints[name])) else value
 
     return kind(**{name: restore(name, value) for name, value in values.items()})

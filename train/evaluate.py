@@ -1,4 +1,4 @@
-"""Perplexity of a trained model over the whole validation stream.
+"""Perplexity, or accuracy, of a trained model over all of the validation data.
 
 python -m train.evaluate --workdir runs/owt_latte_r_swa_smoke
 """
@@ -7,6 +7,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
@@ -19,7 +20,7 @@ from train.restore import Run, restore_run
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """Measure the perplexity of a trained model: exp of the mean loss over all tokens."""
+    """Measure a trained model: mean loss, the perplexity that is its exp, and accuracy."""
 
     workdir: Path
     """The work directory of the run."""
@@ -33,14 +34,22 @@ class Arguments:
     """Show instead the loss of each row of this batch, which a run that failed has left."""
 
 
-def evaluate_stream(run: Run, directory: Path, split: str) -> dict[str, float | int]:
-    """Return the mean loss, perplexity and bits per token over all rows of a split."""
+def evaluate_stream(run: Run, directory: Path, split: str) -> dict[str, Any]:
+    """Return mean loss and accuracy over all rows of a split, and of text perplexity and bits per token."""
     kind = run.config.data
     rows = open_rows(directory, split, seq=kind.seq, pack=kind.pack)
     num_batches = math.ceil(len(rows) / kind.batch_size)
     batches = track(sequential_batches(rows, batch_size=kind.batch_size), "evaluating", total=num_batches)
-    loss, count = run.trainer.mean_loss(run.state, batches)
-    return {"loss": loss, "perplexity": math.exp(loss), "bits_per_token": loss / math.log(2), "tokens": count}
+    scores = run.trainer.measure(run.state, batches)
+    loss, task = scores.loss, run.config.task
+    of_text = {"perplexity": math.exp(loss), "bits_per_token": loss / math.log(2)}
+    return {
+        "loss": loss,
+        **(of_text if task.kind == "next_token" else {}),
+        "accuracy": scores.accuracy,
+        "tokens" if task.kind == "next_token" else "examples": scores.num_targets,
+        **({"groups": scores.by_group()} if task.groups else {}),
+    }
 
 
 def row_losses(run: Run, batch: dict[str, np.ndarray]) -> list[float]:
@@ -49,7 +58,7 @@ def row_losses(run: Run, batch: dict[str, np.ndarray]) -> list[float]:
     for row in range(len(batch["targets"])):
         targets = np.full_like(batch["targets"], -1)
         targets[row] = batch["targets"][row]
-        losses.append(run.trainer.mean_loss(run.state, [{**batch, "targets": targets}])[0])
+        losses.append(run.trainer.measure(run.state, [{**batch, "targets": targets}]).loss)
     return losses
 
 

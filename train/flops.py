@@ -5,31 +5,39 @@ multiplication and an addition count as two; element-wise work is left out. The 
 
     matrices     2 for each entry of each matrix, the output map included
     latte        4 x latents x head_dim: each token feeds every latent of every head, and reads it
-    window       4 x dim x keys, keys being the mean of min(t, window) + 1 over the row
-    attention    4 x dim x (seq + 1) / 2
+    window       4 x dim x keys, keys being the mean of those in sight over the row: min(t, window) + 1 if causal
+    attention    4 x dim x (seq + 1) / 2 if causal, otherwise 4 x dim x seq
 """
 
 import equinox as eqx
 import jax
 import numpy as np
 
-from latte_eqx import LanguageModel, ModelConfig
+from latte_eqx import ModelConfig
+from train.config import TaskConfig
 from train.hardware import ACCELERATORS
+from train.objective import make_model
 from train.optim import is_decayed
 
 
-def forward_flops_per_token(config: ModelConfig, seq: int) -> float:
+def forward_flops_per_token(config: ModelConfig, seq: int, task: TaskConfig | None = None) -> float:
     """Count the forward pass, per token of rows of `seq` tokens."""
-    build = lambda: eqx.filter(LanguageModel(config, key=jax.random.key(0)), eqx.is_inexact_array)
+    task = TaskConfig() if task is None else task
+    build = lambda: eqx.filter(make_model(config, task, key=jax.random.key(0)), eqx.is_inexact_array)
     params = eqx.filter_eval_shape(build)
-    matrices = eqx.filter(params, is_decayed(params))
-    entries = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(matrices))
-    return 2 * entries + config.num_layers * _mixing_flops(config, seq)
+    # A model of classes has no output map for each token, and what it looks up costs nothing.
+    matrices = params if task.kind == "next_token" else params.encoder.stack
+    entries = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(eqx.filter(matrices, is_decayed(matrices))))
+    # A pair has two rows of so many tokens.
+    rows = 2 if task.kind == "classify_pairs" else 1
+    return rows * (2 * entries + config.num_layers * _mixing_flops(config, seq))
 
 
 def _mixing_flops(config: ModelConfig, seq: int) -> float:
     latents = 4.0 * config.num_latents * (config.dim // config.num_heads)
     seen_in_window = float((np.minimum(np.arange(seq), config.window) + 1).mean())
+    if not config.causal:
+        seen_in_window = 2 * seen_in_window - 1
     match config.mixer:
         case "latte" | "linear_attention":
             return latents
@@ -38,12 +46,12 @@ def _mixing_flops(config: ModelConfig, seq: int) -> float:
         case "swa" | "r_swa":
             return 4 * config.dim * seen_in_window
         case "attention":
-            return 4 * config.dim * (seq + 1) / 2
+            return 4 * config.dim * ((seq + 1) / 2 if config.causal else seq)
 
 
-def train_flops_per_token(config: ModelConfig, seq: int) -> float:
+def train_flops_per_token(config: ModelConfig, seq: int, task: TaskConfig | None = None) -> float:
     """Count forward and backward pass."""
-    return 3 * forward_flops_per_token(config, seq)
+    return 3 * forward_flops_per_token(config, seq, task)
 
 
 def peak_flops(device_kind: str) -> float | None:

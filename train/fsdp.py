@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,6 +73,12 @@ def shardings(specs: PyTree[PartitionSpec], mesh: Mesh) -> PyTree[NamedSharding]
     return jax.tree.map(partial(NamedSharding, mesh), specs)
 
 
+def total(tree: PyTree[Array]) -> PyTree[Array]:
+    """Sum what devices have counted, over the axes along which they differ."""
+    differs = lambda x: tuple(axis for axis in AXES if axis in jax.typeof(x).manual_axis_type.varying)
+    return jax.tree.map(lambda x: lax.psum(x, differs(x)) if differs(x) else x, tree)
+
+
 def gather(params: PyTree, specs: PyTree[PartitionSpec], dtype: Any, *, num_skipped_axes: int = 0) -> PyTree:
     """Return whole parameters in the compute dtype from the shards of this device.
 
@@ -89,6 +96,13 @@ def gather(params: PyTree, specs: PyTree[PartitionSpec], dtype: Any, *, num_skip
         return _gather(x, tuple(spec).index("fsdp") - num_skipped_axes, kept)
 
     return jax.tree_util.tree_map_with_path(whole, params, specs)
+
+
+def gather_unstacked(params: PyTree, specs: PyTree[PartitionSpec], dtype: Any) -> PyTree:
+    """Gather all parameters but those of layers, which stay as they are."""
+    is_outer = jax.tree_util.tree_map_with_path(lambda path, _: not is_stacked(path), params)
+    outer, layers = eqx.partition(params, is_outer)
+    return eqx.combine(gather(outer, eqx.filter(specs, is_outer), dtype), layers)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))

@@ -88,7 +88,7 @@ def main(arguments: Arguments) -> None:
     run = restore_run(arguments.workdir, step=arguments.step)
     print(f"step {run.step} of {arguments.workdir}", file=sys.stderr)
     write_sample(
-        run.trainer.model(run.state),
+        run.trainer.language_model(run.state),
         run.tokenizer,
         run.config.prompt if arguments.prompt is None else arguments.prompt,
         max_new_tokens=arguments.max_new_tokens,

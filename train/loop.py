@@ -23,6 +23,7 @@ from train.console import Display
 from train.flops import peak_flops, train_flops_per_token
 from train.fsdp import make_mesh
 from train.metrics import MetricsLog, Sink
+from train.objective import Scores
 from train.step import Batch, Trainer, TrainState, make_trainer
 from train.workdir import WorkDirectory
 
@@ -114,9 +115,10 @@ def train(
                     read()
                     with rates.pause():
                         valid_batches = sequential_batches(valid_rows, batch_size=config.data.batch_size)
-                        valid_loss, _ = trainer.mean_loss(state, islice(valid_batches, config.eval_batches))
-                    log.write(position.step, valid_loss=valid_loss)
-                    display.say(f"step {position.step}: validation loss {valid_loss:.4f} nats per token")
+                        scores = trainer.measure(state, islice(valid_batches, config.eval_batches))
+                    valid_loss = scores.loss
+                    log.write(position.step, **_validation(scores))
+                    display.say(f"step {position.step}: {_describe_validation(config, scores)}")
                 is_preempted = preemption.is_due(position.step)
                 if checkpoints.due(position.step) or is_last or is_preempted:
                     read()
@@ -134,6 +136,21 @@ def train(
             profiler.stop()
         checkpoints.wait()
     return trainer, state, position
+
+
+def _validation(scores: Scores) -> dict[str, float]:
+    """Return the numbers of a validation, those of groups too if there are several."""
+    groups = enumerate(scores.by_group()) if len(scores.losses) > 1 else ()
+    of_groups = {f"valid_{name}_{i}": group[name] for i, group in groups for name in ("loss", "accuracy")}
+    return {"valid_loss": scores.loss, "valid_accuracy": scores.accuracy, **of_groups}
+
+
+def _describe_validation(config: Config, scores: Scores) -> str:
+    loss = f"validation loss {scores.loss:.4f} nats per {'token' if config.task.kind == 'next_token' else 'example'}"
+    if config.task.kind == "next_token" and not config.task.groups:
+        return loss
+    groups = ", ".join(f"{group['accuracy']:.1%}" for group in scores.by_group())
+    return f"{loss}, accuracy {scores.accuracy:.1%}" + (f" (by group {groups})" if config.task.groups else "")
 
 
 def _open_checkpoints(config: Config, workdir: WorkDirectory) -> Checkpoints:
@@ -241,7 +258,7 @@ class _Rates:
 
     def __init__(self, config: Config):
         self._tokens = config.data.batch_size * config.data.seq
-        self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq)
+        self._flops = self._tokens * train_flops_per_token(config.model, config.data.seq, config.task)
         peak = peak_flops(jax.devices()[0].device_kind)
         self._peak = None if peak is None else peak * jax.device_count()
         self._start = time.monotonic()

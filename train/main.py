@@ -1,4 +1,4 @@
-"""Train a language model.
+"""Train a model, on text or for a task.
 
     python -m train.main --config configs/owt_latte_r_swa.py --smoke
     python -m train.main --config configs/owt_latte_r_swa.py --data.directory prepared/openwebtext
@@ -19,8 +19,8 @@ from jax.experimental import multihost_utils
 
 from data import CORPUS
 from data.prepare import prepare_text
-from data.prepared import read_manifest
-from train.config import Config, load_config, smoke, to_dict
+from data.prepared import Manifest, read_manifest
+from train.config import Config, config_name, load_config, smoke, to_dict
 from train.console import plain_errors
 from train.generate import write_sample
 from train.loop import train
@@ -31,10 +31,10 @@ from train.workdir import WorkDirectory, differences, open_workdir
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """Train a language model, or go on where a run was left."""
+    """Train a model, or go on where a run was left."""
 
     config: Path | None = None
-    """A file with a function `get_config() -> Config`."""
+    """A file with a function `get_config() -> Config`; FILE:VARIANT where it takes a variant."""
     workdir: Path | None = None
     """Where checkpoints, metrics and samples go; by default runs/<name of the config>[_smoke]."""
     smoke: bool = False
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str]) -> CommandLine:
     first.add_argument("--workdir", type=Path)
     known, _ = first.parse_known_args(arguments)
     config = Config() if known.config is None else load_config(known.config)
-    name = "run" if known.config is None else known.config.stem
+    name = "run" if known.config is None else config_name(known.config)
     workdir = known.workdir or Path("runs") / (f"{name}_smoke" if known.smoke else name)
     if known.smoke:
         config = smoke(config, directory=workdir.absolute() / "data")
@@ -107,10 +107,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if is_main:
             plot_losses(workdir.metrics, workdir.loss_curve)
             print(f"loss curve: {workdir.loss_curve}")
-        if jax.process_count() == 1 and position.step == config.steps:
-            assert config.data.directory is not None
-            tokenizer = read_manifest(config.data.directory).tokenizer
-            write_sample(trainer.model(state), tokenizer, config.prompt, seed=config.seed, path=workdir.samples)
+        assert config.data.directory is not None
+        manifest = read_manifest(config.data.directory)
+        if manifest.examples is None and jax.process_count() == 1 and position.step == config.steps:
+            model, prompt = trainer.language_model(state), config.prompt
+            write_sample(model, manifest.tokenizer, prompt, seed=config.seed, path=workdir.samples)
     if is_main:
         verb = "is complete; the same command shows it again" if position.step == config.steps else "can go on with"
         print(f"\nThis run {verb}:\n  python -m train.main {' '.join(arguments)}")
@@ -134,10 +135,24 @@ def _check_data(config: Config) -> None:
             "  python -m data.prepare openwebtext --out DIR, and then --data.directory DIR\n"
             "  --smoke, which trains a small copy on the corpus that comes with the code"
         )
-    needed = read_manifest(config.data.directory).vocab_size
+    manifest = read_manifest(config.data.directory)
+    _check_task(config, manifest)
+    needed = manifest.vocab_size
     if config.model.vocab_size < needed:
         got = f"model.vocab_size={config.model.vocab_size}"
         sys.exit(f"`model.vocab_size` must be at least {needed}, that of {config.data.directory}, got {got}.")
+
+
+def _check_task(config: Config, manifest: Manifest) -> None:
+    """End unless the data are such as the task asks for."""
+    examples, wanted = manifest.examples, {"kind": "next_token"}
+    if examples is not None and examples.num_classes:
+        kind = "classify" if examples.num_documents == 1 else "classify_pairs"
+        wanted = {"kind": kind, "num_classes": examples.num_classes, "is_numeric": examples.is_numeric}
+    for name, value in wanted.items():
+        if getattr(config.task, name) != value:
+            got = f"task.{name}={getattr(config.task, name)!r}"
+            sys.exit(f"`task.{name}` must be {value!r} for the data in {config.data.directory}, got {got}.")
 
 
 def _show_config(config: Config, last: dict[str, Any] | None) -> None:

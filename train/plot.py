@@ -90,7 +90,7 @@ def plot_latents(run: Run, picture: Path, *, num_tokens: int, num_heads: int) ->
     assert kind.directory is not None
     tokens = jnp.asarray(open_rows(kind.directory, "valid", seq=kind.seq, pack="concat")[0]["inputs"])
     has_window = run.config.model.mixer == "macchiato"
-    shares = eqx.filter_jit(latent_shares)(run.trainer.model(run.state), tokens)
+    shares = eqx.filter_jit(latent_shares)(run.trainer.language_model(run.state), tokens)
     print(f"{shares.shape[-1]} states for each of {shares.shape[1]} heads, over {shares.shape[2]} tokens")
     for layer, numbers in enumerate(latent_numbers(shares, has_window=has_window)):
         print(f"layer {layer}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers.items()))

@@ -6,20 +6,20 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from latte_eqx import LanguageModel
-from latte_eqx.models.language_model import next_token_logits
 from train import fsdp
 from train.config import Config
+from train.objective import Batch, Scores, Sums, make_model, summed_loss, summed_scores
 from train.optim import make_optimizer, make_schedule
 
 # How far the running mean of the loss looks back, in steps.
 LOSS_MEMORY = 100
-Batch = dict[str, Array]
 
 
 class TrainState(eqx.Module):
@@ -38,9 +38,10 @@ class Trainer(eqx.Module):
 
     init: Callable[[], TrainState]
     train_step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]
-    eval_step: Callable[[TrainState, Batch], tuple[Array, Array]]
+    eval_step: Callable[[TrainState, Batch], Sums]
     abstract_state: TrainState
     static: PyTree
+    config: Config = eqx.field(static=True)
     mesh: Mesh = eqx.field(static=True)
 
     def put_batch(self, batch: dict[str, Any]) -> Batch:
@@ -49,22 +50,25 @@ class Trainer(eqx.Module):
         put = lambda name: jax.make_array_from_process_local_data(NamedSharding(self.mesh, specs[name]), batch[name])
         return {name: put(name) for name in batch}
 
-    def mean_loss(self, state: TrainState, batches: Iterable[dict[str, Any]]) -> tuple[float, int]:
-        """Return the mean loss over all tokens of some batches, and how many they are."""
-        total, count = 0.0, 0
+    def measure(self, state: TrainState, batches: Iterable[dict[str, Any]]) -> Scores:
+        """Return the scores over some batches."""
+        total = Scores(*[np.zeros(len(self.config.task.groups) + 1)] * 3)
         for batch in batches:
-            summed, tokens = self.eval_step(state, self.put_batch(batch))
-            total, count = total + float(summed), count + int(tokens)
-        return total / max(count, 1), count
+            new = jax.device_get(self.eval_step(state, self.put_batch(batch)))
+            total = Scores(*map(np.add, total, new))
+        return total
 
-    def model(self, state: TrainState) -> LanguageModel:
+    def language_model(self, state: TrainState) -> LanguageModel:
         """Return the model, with its arrays where they are."""
-        return eqx.combine(state.params, self.static)
+        model = eqx.combine(state.params, self.static)
+        if not isinstance(model, LanguageModel):
+            raise ValueError(f"The run must be one of `next_token`, got task.kind={self.config.task.kind!r}.")
+        return model
 
 
 def batch_specs(batch: dict[str, Any]) -> dict[str, PartitionSpec]:
     """Say how each array of a batch is cut."""
-    return {name: fsdp.ROWS if name == "index" else fsdp.TOKENS for name in batch}
+    return {name: fsdp.ROWS if x.ndim == 1 else fsdp.TOKENS for name, x in batch.items()}
 
 
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
@@ -73,7 +77,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     if config.data.batch_size % rows:
         got = f"data.batch_size={config.data.batch_size}, mesh {dict(mesh.shape)}, accumulate={config.optim.accumulate}"
         raise ValueError(f"Devices times `optim.accumulate` ({rows}) must divide `data.batch_size`, got {got}.")
-    build = lambda: eqx.partition(LanguageModel(config.model, key=jax.random.key(config.seed)), eqx.is_inexact_array)
+    make = lambda: make_model(config.model, config.task, key=jax.random.key(config.seed))
+    build = lambda: eqx.partition(make(), eqx.is_inexact_array)
     abstract_params, static = eqx.filter_eval_shape(build)
     specs = fsdp.parameter_specs(abstract_params, mesh)
     optimizer = make_optimizer(config.optim, config.steps)
@@ -135,6 +140,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         jax.jit(lambda state, batch: _evaluate(config, mesh, static, specs)(state.params, batch)),
         jax.tree.map(place, abstract_state, state_shardings),
         static,
+        config,
         mesh,
     )
 
@@ -149,18 +155,18 @@ def _loss_and_gradient(config: Config, mesh: Mesh, static: PyTree, specs: PyTree
     """Return the mean loss over the batch and its gradient, sharded as the parameters are."""
 
     def local(params, batch, step):
-        count = lax.psum((batch["targets"] >= 0).sum(), fsdp.AXES)
+        count = fsdp.total((batch["targets"] >= 0).sum())
         scale = 1 / jnp.maximum(count, 1).astype(jnp.float32)
-        loss = lambda params, part: scale * _summed_loss(config, static, specs, params, part, step)
+        loss = lambda params, part: scale * summed_loss(config, static, specs, params, part, step)
         if config.optim.accumulate == 1:
             value, gradient = jax.value_and_grad(loss)(params, batch)
-            return lax.psum(value, fsdp.AXES), gradient
+            return fsdp.total(value), gradient
         num_parts = config.optim.accumulate
         parts = jax.tree.map(lambda x: x.reshape(num_parts, x.shape[0] // num_parts, *x.shape[1:]), batch)
 
         def accumulate(sums, part):
             value, gradient = jax.value_and_grad(loss)(params, part)
-            return jax.tree.map(jnp.add, sums, (lax.psum(value, fsdp.AXES), gradient)), None
+            return jax.tree.map(jnp.add, sums, (fsdp.total(value), gradient)), None
 
         sums, _ = lax.scan(accumulate, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), parts)
         return sums
@@ -174,61 +180,13 @@ def _loss_and_gradient(config: Config, mesh: Mesh, static: PyTree, specs: PyTree
 
 
 def _evaluate(config: Config, mesh: Mesh, static: PyTree, specs: PyTree):
-    """Return the summed loss of a batch and the number of tokens in the sum."""
+    """Return the sums of a batch."""
 
     def local(params, batch):
-        total = _summed_loss(config, static, specs, params, batch, None)
-        return lax.psum(total, fsdp.AXES), lax.psum((batch["targets"] >= 0).sum(), fsdp.AXES)
+        return fsdp.total(summed_scores(config, static, specs, params, batch))
 
     def run(params, batch):
         in_specs = (specs, batch_specs(batch))
-        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(PartitionSpec(), PartitionSpec()))(
-            params, batch
-        )
+        return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec())(params, batch)
 
     return run
-
-
-def _summed_loss(config: Config, static, specs, params, batch, step):
-    """Return the summed loss of the rows on this device. With a `step` dropout is on."""
-    dtype = jnp.dtype(config.compute_dtype)
-    keys = None
-    if step is not None and config.model.dropout > 0:
-        key = jax.random.fold_in(jax.random.key(config.seed), step)
-        # By the example's place in the stream of all rows, so that masks do not depend on the devices.
-        keys = jax.vmap(lambda index: jax.random.fold_in(key, index))(batch["index"])
-
-    wrap = fsdp.gathered_layers(specs.stack.blocks, dtype, config.remat)
-    outer = lambda tree: (tree.embedding, tree.stack.norm)
-    embedding, norm = fsdp.gather(outer(params), outer(specs), dtype)
-    # Float32 from here on, so that the gradients of all tokens are summed in float32.
-    model = eqx.combine(eqx.tree_at(outer, params, (embedding.astype(jnp.float32), norm)), static)
-    features = jax.vmap(
-        lambda inputs, segment_ids, key: model.features(inputs, segment_ids, key=key, wrap=wrap, dtype=dtype)
-    )(batch["inputs"], batch.get("segment_ids"), keys)
-    head = jax.checkpoint(
-        lambda shard, features: _summed_cross_entropy(
-            features, fsdp.gather(shard, specs.embedding, dtype), batch["targets"]
-        )
-    )
-    return head(params.embedding, features)
-
-
-def _summed_cross_entropy(
-    features: Float[Array, "batch seq dim"], embedding: Float[Array, "vocab dim"], targets: Int[Array, "batch seq"]
-) -> Float[Array, ""]:
-    """Sum minus the logarithms of the targets' probabilities, where there is a target.
-
-    One row at a time, computed again for the backward pass: of all logits only those of one row ever exist.
-    """
-    table = embedding.astype(jnp.float32)
-
-    def add_row(total, row):
-        features, targets = row
-        logits = next_token_logits(features, table.astype(features.dtype))
-        chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
-        losses = jax.nn.logsumexp(logits, axis=-1) - chosen
-        return total + jnp.where(targets >= 0, losses, 0).sum(), None
-
-    zero = jnp.zeros_like(features, shape=(), dtype=jnp.float32)
-    return lax.scan(jax.checkpoint(add_row, prevent_cse=False), zero, (features, targets))[0]

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from latte_eqx.layers import linear, rotary
+from latte_eqx.layers import YaRN, linear, rotary
 from latte_eqx.mixers.latents import join_heads, split_heads
 from latte_eqx.ops import window_attention
 
@@ -28,6 +28,7 @@ class Window(eqx.Module):
     window: int = eqx.field(static=True)
     causal: bool = eqx.field(static=True)
     rotary_base: float | None = eqx.field(static=True)
+    yarn: YaRN | None = eqx.field(static=True)
     soft_cap: float | None = eqx.field(static=True)
 
     def __init__(
@@ -39,6 +40,7 @@ class Window(eqx.Module):
         num_kv_heads: int | None = None,
         causal: bool = True,
         rotary_base: float | None = 10_000.0,
+        yarn: YaRN | None = None,
         soft_cap: float | None = None,
         key: PRNGKeyArray,
     ):
@@ -51,11 +53,13 @@ class Window(eqx.Module):
             raise ValueError(f"`num_kv_heads` must divide `num_heads`, got {num_kv_heads=}, {num_heads=}.")
         if rotary_base is not None and dim // num_heads % 2:
             raise ValueError(f"Rotary positions need an even head size, got dim / num_heads = {dim // num_heads}.")
+        if rotary_base is None and yarn is not None:
+            raise ValueError(f"`yarn` must be None where nothing is rotated, got {rotary_base=}, {yarn=}.")
         query_key, key_key = jax.random.split(key)
         self.to_query = linear(dim, dim, key=query_key)
         self.to_key = linear(dim, dim // num_heads * num_kv_heads, key=key_key)
         self.num_heads, self.num_kv_heads, self.window, self.causal = num_heads, num_kv_heads, window, causal
-        self.rotary_base, self.soft_cap = rotary_base, soft_cap
+        self.rotary_base, self.yarn, self.soft_cap = rotary_base, yarn, soft_cap
 
     def __call__(
         self,
@@ -92,7 +96,7 @@ class Window(eqx.Module):
         keys = split_heads(jax.vmap(self.to_key)(x), self.num_kv_heads)
         if self.rotary_base is None:
             return queries, keys
-        return rotary(queries, positions, self.rotary_base), rotary(keys, positions, self.rotary_base)
+        return tuple(rotary(x, positions, self.rotary_base, self.yarn) for x in (queries, keys))
 
     def _attend(self, queries, keys, values, **kwargs):
         return window_attention(
@@ -121,6 +125,7 @@ class SWA(eqx.Module):
         num_kv_heads: int | None = None,
         causal: bool = True,
         rotary_base: float | None = 10_000.0,
+        yarn: YaRN | None = None,
         soft_cap: float | None = None,
         key: PRNGKeyArray,
     ):
@@ -132,6 +137,7 @@ class SWA(eqx.Module):
             num_kv_heads=num_kv_heads,
             causal=causal,
             rotary_base=rotary_base,
+            yarn=yarn,
             soft_cap=soft_cap,
             key=attention_key,
         )
@@ -183,6 +189,7 @@ class FullAttention(eqx.Module):
         num_kv_heads: int | None = None,
         causal: bool = True,
         rotary_base: float | None = 10_000.0,
+        yarn: YaRN | None = None,
         soft_cap: float | None = None,
         key: PRNGKeyArray,
     ):
@@ -196,6 +203,7 @@ class FullAttention(eqx.Module):
             num_kv_heads=num_kv_heads,
             causal=causal,
             rotary_base=rotary_base,
+            yarn=yarn,
             soft_cap=soft_cap,
             key=key,
         )

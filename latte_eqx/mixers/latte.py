@@ -6,7 +6,13 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
 from latte_eqx.layers import linear
 from latte_eqx.mixers.latents import Feed, LatentProjection, Latents, document_ids, join_heads, split_heads
-from latte_eqx.ops import LatteState, latte_bidirectional, latte_causal, linear_attention
+from latte_eqx.ops import (
+    LatteState,
+    latte_bidirectional,
+    latte_causal,
+    linear_attention,
+    linear_attention_bidirectional,
+)
 
 
 class LatteMixerState(eqx.Module):
@@ -96,13 +102,15 @@ class LatteBidir(eqx.Module):
 
     $$y_t = \sum_l \mathrm{softmax}(q_t)_l \frac{\sum_s e^{k_{sl}} v_s}{\sum_s e^{k_{sl}}}$$
 
-    Without a feed and without positions it does not notice the order of the tokens.
+    Without a feed and without positions it does not notice the order of the tokens. `directed=False` gives undirected
+    linear attention instead, as in `LatteCausal`; it does not take documents apart.
     """
 
     latents: Latents
     to_value: eqx.nn.Linear
     to_out: eqx.nn.Linear
     num_heads: int = eqx.field(static=True)
+    directed: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -113,6 +121,7 @@ class LatteBidir(eqx.Module):
         feed: Feed | None = None,
         latent_proj: LatentProjection = "dense",
         norm_feed: bool = False,
+        directed: bool = True,
         key: PRNGKeyArray,
     ):
         latents_key, value_key, out_key = jax.random.split(key, 3)
@@ -129,6 +138,7 @@ class LatteBidir(eqx.Module):
         self.to_value = linear(dim, dim, key=value_key)
         self.to_out = linear(dim, dim, key=out_key)
         self.num_heads = num_heads
+        self.directed = directed
 
     def __call__(
         self,
@@ -140,6 +150,11 @@ class LatteBidir(eqx.Module):
         """Mix a whole sequence; tokens where `mask` is false are not seen."""
         queries, keys, _ = self.latents(x, document_ids(segment_ids, mask))
         values = split_heads(jax.vmap(self.to_value)(x), self.num_heads)
-        weights = jax.nn.softmax(queries)
-        y = latte_bidirectional(weights, keys, values, mask=mask, segment_ids=segment_ids)
+        if self.directed:
+            weights = jax.nn.softmax(queries)
+            y = latte_bidirectional(weights, keys, values, mask=mask, segment_ids=segment_ids)
+        elif segment_ids is None:
+            y = linear_attention_bidirectional(queries, keys, values, mask=mask)
+        else:
+            raise ValueError("`segment_ids` must be None for bidirectional linear attention, got some.")
         return jax.vmap(self.to_out)(join_heads(y))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from latte_eqx.layers import linear
+from latte_eqx.layers import YaRN, linear
 from latte_eqx.mixers.attention import Window, WindowState
 from latte_eqx.mixers.latents import Feed, LatentProjection, Latents, document_ids, join_heads, split_heads
 from latte_eqx.ops import LatteState, latte_bidirectional, latte_causal
@@ -50,6 +50,7 @@ class Macchiato(eqx.Module):
         window_bias: float | None = None,
         causal: bool = True,
         rotary_base: float | None = 10_000.0,
+        yarn: YaRN | None = None,
         key: PRNGKeyArray,
     ):
         latents_key, window_key, value_key, out_key = jax.random.split(key, 4)
@@ -64,7 +65,7 @@ class Macchiato(eqx.Module):
             causal=causal,
             key=latents_key,
         )
-        self.window = Window(dim, num_heads, window, causal=causal, rotary_base=rotary_base, key=window_key)
+        self.window = Window(dim, num_heads, window, causal=causal, rotary_base=rotary_base, yarn=yarn, key=window_key)
         self.to_value = linear(dim, dim, key=value_key)
         self.to_out = linear(dim, dim, key=out_key)
         self.window_bias = None if window_bias is None else jnp.full(num_heads, window_bias, jnp.float32)

@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from latte_eqx.layers import linear
+from latte_eqx.layers import YaRN, linear
 from latte_eqx.mixers.attention import Window, WindowState
 from latte_eqx.mixers.latents import join_heads, split_heads
 from latte_eqx.rglru import RGLRU, RGLRUState
@@ -39,13 +39,14 @@ class RSWA(eqx.Module):
         *,
         num_kv_heads: int = 1,
         rotary_base: float | None = 10_000.0,
+        yarn: YaRN | None = None,
         key: PRNGKeyArray,
     ):
         rglru_key, attention_key, value_key, out_key = jax.random.split(key, 4)
         self.rglru = RGLRU(dim, num_heads, key=rglru_key)
         self.norm = eqx.nn.RMSNorm(dim, eps=1e-6, use_bias=False)
         self.attention = Window(
-            dim, num_heads, window, num_kv_heads=num_kv_heads, rotary_base=rotary_base, key=attention_key
+            dim, num_heads, window, num_kv_heads=num_kv_heads, rotary_base=rotary_base, yarn=yarn, key=attention_key
         )
         self.to_value = linear(dim, self.attention.to_key.weight.shape[0], key=value_key)
         self.to_out = linear(dim, dim, key=out_key)

@@ -3,12 +3,12 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, DTypeLike, Float, Int, PRNGKeyArray
 
 from latte_eqx.layers import INIT_STD, linear, sinusoidal
 from latte_eqx.mixers import RSWA, LatteCausal
 from latte_eqx.models.config import ModelConfig
-from latte_eqx.models.stack import Stack
+from latte_eqx.models.stack import LayerWrapper, Stack
 
 
 class Encoder(eqx.Module):
@@ -35,24 +35,28 @@ class Encoder(eqx.Module):
         mask: Bool[Array, " seq"] | None = None,
         *,
         key: PRNGKeyArray | None = None,
+        wrap: LayerWrapper | None = None,
+        dtype: DTypeLike | None = None,
     ) -> Float[Array, " dim"]:
-        """Return the average output; a `key` turns dropout on."""
+        """Return the average output; a `key` turns dropout on. `wrap` is that of `Stack`; `dtype` is the type in which
+        the layers compute, by default that of the embedding.
+        """
         embedding_key, stack_key = (None, None) if key is None else jax.random.split(key)
         x = self._embed(inputs)
         if self.has_sinusoidal:
             x += sinusoidal(jnp.arange(x.shape[0]), x.shape[1]).astype(x.dtype)
-        x = self.dropout(x, key=embedding_key, inference=key is None)
-        x = self._mix(x, stack_key, mask).astype(jnp.float32)
+        x = self.dropout(x if dtype is None else x.astype(dtype), key=embedding_key, inference=key is None)
+        x = self._mix(x, mask, key=stack_key, wrap=wrap).astype(jnp.float32)
         weight = jnp.ones(x.shape[0]) if mask is None else mask.astype(jnp.float32)
         return weight @ x / jnp.maximum(weight.sum(), 1)
 
-    def _mix(self, x, key, mask):
+    def _mix(self, x, mask, **how):
         if mask is None:
-            return self.stack(x, key=key)
+            return self.stack(x, **how)
         if isinstance(self.stack.blocks.mixer, LatteCausal | RSWA):
             name = type(self.stack.blocks.mixer).__name__
             raise ValueError(f"`mask` must be None for a mixer that takes none, got a mask for {name}.")
-        return self.stack(x, key=key, mask=mask)
+        return self.stack(x, **how, mask=mask)
 
     def _embed(self, inputs):
         is_floating = jnp.issubdtype(inputs.dtype, jnp.floating)
@@ -86,9 +90,12 @@ class SequenceClassifier(eqx.Module):
         mask: Bool[Array, " seq"] | None = None,
         *,
         key: PRNGKeyArray | None = None,
+        wrap: LayerWrapper | None = None,
+        dtype: DTypeLike | None = None,
     ) -> Float[Array, " classes"]:
-        """Return the logits of the classes."""
-        return self.to_classes(self.encoder(inputs, mask, key=key).astype(self.to_classes.weight.dtype))
+        """Return the logits of the classes; `wrap` and `dtype` are those of `Encoder`."""
+        x = self.encoder(inputs, mask, key=key, wrap=wrap, dtype=dtype)
+        return self.to_classes(x.astype(self.to_classes.weight.dtype))
 
 
 class PairClassifier(eqx.Module):
@@ -113,10 +120,13 @@ class PairClassifier(eqx.Module):
         second_mask: Bool[Array, " other_seq"] | None = None,
         *,
         key: PRNGKeyArray | None = None,
+        wrap: LayerWrapper | None = None,
+        dtype: DTypeLike | None = None,
     ) -> Float[Array, " classes"]:
-        """Return the logits of the classes."""
+        """Return the logits of the classes; `wrap` and `dtype` are those of `Encoder`."""
         first_key, second_key = (None, None) if key is None else jax.random.split(key)
-        a, b = self.encoder(first, first_mask, key=first_key), self.encoder(second, second_mask, key=second_key)
+        a = self.encoder(first, first_mask, key=first_key, wrap=wrap, dtype=dtype)
+        b = self.encoder(second, second_mask, key=second_key, wrap=wrap, dtype=dtype)
         features = jnp.concatenate([a, b, a - b, a * b]).astype(self.to_hidden.weight.dtype)
         return self.to_classes(jax.nn.gelu(self.to_hidden(features)))
 

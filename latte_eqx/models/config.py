@@ -7,6 +7,7 @@ import jax
 from jaxtyping import PRNGKeyArray
 
 from latte_eqx.blocks import BlockStyle, MacchiatoBlock, Mixer
+from latte_eqx.layers import YaRN
 from latte_eqx.mixers import RSWA, SWA, FullAttention, LatteBidir, LatteCausal, Macchiato
 from latte_eqx.mixers.latents import Feed, LatentProjection
 
@@ -20,7 +21,10 @@ class ModelConfig:
 
     Which mixer looks at which field: all at `dim` and `num_heads`; `latte`, `linear_attention` and `macchiato` at
     `num_latents`, `feed`, `latent_proj` and `norm_feed`; `macchiato`, `swa` and `r_swa` at `window`; `attention` at
-    `max_length`; those that attend at `rotary_base` (`None` for no rotation).
+    `max_length`; those that attend at `rotary_base` (`None` for no rotation), `rotary_scale` and `rotary_length`.
+
+    A `rotary_scale` above 1 is YaRN: what was trained on sequences of `rotary_length` tokens then reads sequences that
+    are so many times as long, with the same parameters.
     """
 
     mixer: MixerName = "macchiato"
@@ -36,6 +40,8 @@ class ModelConfig:
     norm_feed: bool = False
     window_bias: float | None = None
     rotary_base: float | None = 10_000.0
+    rotary_scale: float = 1.0
+    rotary_length: int | None = None
     positions: Positions = "none"
     style: BlockStyle = "plus_plus"
     max_length: int = 1024
@@ -54,8 +60,18 @@ class ModelConfig:
             raise ValueError(f"`init` must be 'normal' or 'lecun', got {self.init!r}.")
         if self.positions == "sinusoidal" and self.dim % 2:
             raise ValueError(f"Sinusoidal positions need an even `dim`, got dim={self.dim}.")
-        if not self.causal and self.mixer in ("linear_attention", "r_swa"):
-            raise ValueError(f"`causal` must be true for the mixer {self.mixer!r}, which only looks back.")
+        if not self.rotary_scale >= 1:
+            raise ValueError(f"`rotary_scale` must be at least 1, got rotary_scale={self.rotary_scale}.")
+        if self.rotary_scale > 1 and (self.rotary_base is None or self.rotary_length is None):
+            got = f"rotary_base={self.rotary_base}, rotary_length={self.rotary_length}"
+            raise ValueError(f"`rotary_scale` above 1 must come with `rotary_base` and `rotary_length`, got {got}.")
+        if not self.causal and self.mixer == "r_swa":
+            raise ValueError("`causal` must be true for the mixer 'r_swa', which only looks back.")
+
+    @property
+    def yarn(self) -> YaRN | None:
+        """How the rotation is stretched; at `rotary_scale` 1 by nothing."""
+        return None if self.rotary_length is None else YaRN(self.rotary_scale, self.rotary_length)
 
 
 def make_mixer(config: ModelConfig, *, key: PRNGKeyArray) -> Mixer:
@@ -67,14 +83,16 @@ def make_mixer(config: ModelConfig, *, key: PRNGKeyArray) -> Mixer:
         latent_proj=config.latent_proj,
         norm_feed=config.norm_feed,
     )
-    attention: dict[str, Any] = dict(causal=config.causal, rotary_base=config.rotary_base)
+    rotation: dict[str, Any] = dict(rotary_base=config.rotary_base, yarn=config.yarn)
+    attention: dict[str, Any] = dict(causal=config.causal, **rotation)
     match config.mixer:
         case "latte" if config.causal:
             return LatteCausal(**sizes, **latents, key=key)
         case "latte":
             return LatteBidir(**sizes, **latents, key=key)
         case "linear_attention":
-            return LatteCausal(**sizes, **latents, directed=False, key=key)
+            kind = LatteCausal if config.causal else LatteBidir
+            return kind(**sizes, **latents, directed=False, key=key)
         case "macchiato":
             bias = config.window_bias
             return Macchiato(**sizes, **latents, **attention, window=config.window, window_bias=bias, key=key)
@@ -83,7 +101,7 @@ def make_mixer(config: ModelConfig, *, key: PRNGKeyArray) -> Mixer:
         case "attention":
             return FullAttention(**sizes, **attention, max_length=config.max_length, key=key)
         case "r_swa":
-            return RSWA(**sizes, window=config.window, rotary_base=config.rotary_base, key=key)
+            return RSWA(**sizes, **rotation, window=config.window, key=key)
 
 
 def make_block(config: ModelConfig, *, key: PRNGKeyArray) -> MacchiatoBlock:

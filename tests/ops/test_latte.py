@@ -10,7 +10,13 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType, PartitionSpec
 
-from latte_eqx.ops import LatteState, latte_bidirectional, latte_causal, linear_attention
+from latte_eqx.ops import (
+    LatteState,
+    latte_bidirectional,
+    latte_causal,
+    linear_attention,
+    linear_attention_bidirectional,
+)
 from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte import causal, chunked, pallas_gpu, pallas_tpu, passes
 from tests.ops import latte_oracle as oracle
@@ -454,4 +460,23 @@ def test_linear_attention_is_the_normalised_sum(kind):
     whole, _ = linear_attention(queries, keys, values)
     np.testing.assert_allclose(jnp.concatenate([first, second], axis=1), whole, atol=5e-6)
     gradients = jax.jit(jax.grad(lambda *x: linear_attention(*x)[0].sum(), (0, 1, 2)))(queries, keys, values)
+    assert all(np.isfinite(g).all() for g in gradients)
+
+
+@pytest.mark.parametrize("kind", ["normal", "jumps", "padded", "equal"])
+def test_bidirectional_linear_attention_is_the_normalised_sum(kind):
+    """Against the quotient of sums, in float64, with a mask."""
+    queries = 2 * _inputs("normal", 40, seed=5)[1]
+    _, keys, values = _inputs(kind, 40)
+    mask = jnp.arange(40) % 7 != 3
+    y = jax.jit(linear_attention_bidirectional)(queries, keys, values, mask=mask)
+    float64 = lambda x: np.asarray(x, np.float64)
+    logits = float64(queries)[:, :, None] + float64(keys)[:, None, mask]
+    weights = np.exp(logits - logits.max(axis=(2, 3), keepdims=True)).sum(axis=3)
+    want = weights @ float64(values)[:, mask] / weights.sum(axis=2, keepdims=True)
+    np.testing.assert_allclose(y, want, rtol=0, atol=5e-6 * np.abs(values).max())
+    nothing = linear_attention_bidirectional(queries, keys, values, mask=jnp.zeros(40, bool))
+    np.testing.assert_array_equal(nothing, 0)
+    loss = lambda *x: linear_attention_bidirectional(*x, mask=mask).sum()
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))(queries, keys, values)
     assert all(np.isfinite(g).all() for g in gradients)

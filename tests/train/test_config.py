@@ -5,9 +5,20 @@ from pathlib import Path
 import pytest
 
 from latte_eqx import PAPER_ROWS, ModelConfig
-from train.config import Config, DataConfig, MeshConfig, OptimConfig, from_dict, load_config, smoke, to_dict
+from train.config import (
+    Config,
+    DataConfig,
+    MeshConfig,
+    OptimConfig,
+    TaskConfig,
+    from_dict,
+    load_config,
+    smoke,
+    to_dict,
+)
 from train.main import main, parse
 
+stem = lambda path: path.stem
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.py"))
 
 
@@ -21,7 +32,7 @@ def test_the_eight_rows_of_the_paper_have_their_files():
             assert (config.steps, config.data.batch_size, config.data.seq) == (122_070, 64, 1024)
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", CONFIGS, ids=stem)
 def test_docstrings_tell_what_a_run_is(path):
     text = path.read_text().split('"""')[1]
     for word in ("Parameters:", f"--config configs/{path.name}", "Cost:"):
@@ -30,7 +41,7 @@ def test_docstrings_tell_what_a_run_is(path):
     assert ("Paper: perplexity" in text) == path.stem.startswith("owt_")
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in CONFIGS if load_config(path).task == TaskConfig()], ids=stem)
 def test_smoke_copies_keep_the_kind_of_model(path):
     config = load_config(path)
     small = smoke(config, directory=Path("data"))
@@ -40,8 +51,40 @@ def test_smoke_copies_keep_the_kind_of_model(path):
     assert small.model.dim <= 128
 
 
+def test_variants_are_named_with_the_file():
+    lra = CONFIGS[0].with_name("lra.py")
+    text, image = (load_config(Path(f"{lra}:{name}")) for name in ("text_latte_cpu", "image_latte_r_swa"))
+    assert (text.task.kind, text.model.mixer, text.model.causal, text.data.seq) == ("classify", "latte", False, 1000)
+    assert (image.task.num_classes, image.model.rotary_base, image.optim.weight_decay) == (10, None, 0.05)
+    assert parse(["--config", f"{lra}:text_latte_cpu"]).workdir == Path("runs/lra_text_latte_cpu")
+    with pytest.raises(ValueError, match=r"variant must be one of listops_latte, .*, got 'poetry_latte'"):
+        load_config(Path(f"{lra}:poetry_latte"))
+    with pytest.raises(ValueError, match=r"owt_latte.py must be named without a variant, since it has none, got 'big'"):
+        load_config(Path(f"{CONFIGS[0].with_name('owt_latte.py')}:big"))
+    with pytest.raises(ValueError, match="`--smoke` must be for a config of text"):
+        smoke(text, directory=Path("data"))
+
+
+def test_tasks_have_the_sizes_of_the_paper():
+    """Layers, heads, latents, width, learning rate, rows, decay, dropout: the paper's table of hyperparameters."""
+    table = {
+        "listops": (6, 4, 40, 128, 1e-3, 64, 0.01, 0.1, 2048),
+        "text": (6, 4, 256, 256, 1e-3, 32, 0.05, 0.1, 4000),
+        "retrieval": (6, 4, 40, 128, 1e-4, 32, 0.01, 0.1, 4000),
+        "image": (6, 4, 40, 512, 1e-3, 32, 0.05, 0.1, 1024),
+        "pathfinder": (6, 4, 256, 256, 1e-3, 64, 0.03, 0.2, 1024),
+    }
+    for task, want in table.items():
+        config = load_config(Path(f"{CONFIGS[0].with_name('lra.py')}:{task}_latte_r_swa"))
+        model, optim = config.model, config.optim
+        sizes = model.num_layers, model.num_heads, model.num_latents, model.dim
+        training = optim.peak_lr, config.data.batch_size, optim.weight_decay, model.dropout, config.data.seq
+        assert (*sizes, *training) == want
+
+
 def test_json_and_back():
     config = Config(data=DataConfig(directory=Path("a/b")), mesh=MeshConfig(data=2), spike_factor=2.0)
+    config = dataclasses.replace(config, task=TaskConfig(groups=(3, 17)))
     assert from_dict(Config, json.loads(json.dumps(to_dict(config)))) == config
     assert from_dict(Config, json.loads(json.dumps(to_dict(Config())))) == Config()
 
@@ -66,7 +109,7 @@ def test_the_command_line_goes_over_the_file(tmp_path):
 
 def test_help_shows_every_field_with_its_default(capsys):
     with pytest.raises(SystemExit) as stop:
-        parse(["--config", str(CONFIGS[0]), "--help"])
+        parse(["--config", str(CONFIGS[0].with_name("owt_latte.py")), "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
     for kind, prefix in ((Config, ""), (OptimConfig, "optim."), (DataConfig, "data."), (ModelConfig, "model.")):

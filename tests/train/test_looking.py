@@ -39,7 +39,9 @@ def test_evaluate_is_the_mean_over_the_whole_stream(workdir, capsys):
     elements = [rows[index] for index in range(len(rows))]
     inputs, targets = (jnp.asarray(np.stack([element[name] for element in elements])) for name in ("inputs", "targets"))
     losses = jax.lax.map(
-        lambda row: optax.softmax_cross_entropy_with_integer_labels(run.trainer.model(run.state)(row[0]), row[1]).sum(),
+        lambda row: optax.softmax_cross_entropy_with_integer_labels(
+            run.trainer.language_model(run.state)(row[0]), row[1]
+        ).sum(),
         (inputs, targets),
         batch_size=64,
     )

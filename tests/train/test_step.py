@@ -225,10 +225,10 @@ def test_validation_is_the_mean_loss():
     settings = config()
     trainer = make_trainer(settings, make_mesh(settings.mesh))
     state, made = trainer.init(), batch(3, documents=True)
-    total, count = trainer.eval_step(state, trainer.put_batch(made))
+    scores = trainer.measure(state, [made])
     _, metrics = trainer.train_step(state, trainer.put_batch(made))
-    assert int(count) == (made["targets"] >= 0).sum()
-    np.testing.assert_allclose(total / count.astype(jnp.float32), metrics["loss"], rtol=1e-6)
+    assert scores.num_targets == (made["targets"] >= 0).sum()
+    np.testing.assert_allclose(scores.loss, metrics["loss"], rtol=1e-6)
 
 
 def test_batches_that_devices_cannot_share_are_refused():

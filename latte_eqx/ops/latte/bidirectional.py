@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from latte_eqx.ops.latte.causal import latte_causal
-from latte_eqx.ops.latte.undirected import running_mass
+from latte_eqx.ops.latte.undirected import running_mass, undirected_weights
 from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.validation import check_floating, check_mask, check_shape
 
@@ -33,20 +33,50 @@ def latte_bidirectional(
         raise ValueError(f"`keys` must have at least the axes (seq, latents), got shape {keys.shape}.")
     check_shape("weights", weights, keys.shape, "that of `keys`")
     check_shape("values", values, (*keys.shape[:-1], None), "that of `keys` but for the last axis")
-    logits = keys.astype(jnp.float32)
-    if mask is not None:
-        check_mask("mask", mask, keys.shape[:-1])
-        logits = jnp.where(jnp.broadcast_to(mask, keys.shape[:-1])[..., None], logits, -jnp.inf)
+    logits = _visible(keys, mask)
     if keys.shape[-2] == 0:
         return values
     if segment_ids is not None:
         return _average_documents(weights, logits, values, count_segments(segment_ids, keys.shape[:-1]))
-    peak = lax.stop_gradient(jnp.maximum(logits.max(axis=-2, keepdims=True), LOWEST))
-    mass = jnp.exp(logits - peak)
+    mass = jnp.exp(logits - _peak(logits))
     total = mass.sum(axis=-2)
     average = jnp.einsum("...sl,...sd->...ld", mass, values.astype(jnp.float32))
     average /= jnp.where(total > 0, total, 1)[..., None]
     return jnp.einsum("...tl,...ld->...td", weights.astype(jnp.float32), average).astype(values.dtype)
+
+
+def linear_attention_bidirectional(
+    queries: Float[Array, "*batch seq latents"],
+    keys: Float[Array, "*batch seq latents"],
+    values: Float[Array, "*batch seq dim"],
+    *,
+    mask: Bool[Array, "*#batch seq"] | None = None,
+) -> Float[Array, "*batch seq dim"]:
+    r"""Attend like `linear_attention`, but to the whole sequence.
+
+    $$y_t = \frac{\sum_s \sum_l e^{q_{tl} + k_{sl}} v_s}{\sum_s \sum_l e^{q_{tl} + k_{sl}}}$$
+
+    `mask` is that of `latte_bidirectional`.
+    """
+    check_floating(queries=queries, keys=keys)
+    check_shape("queries", queries, keys.shape, "that of `keys`")
+    logits = _visible(keys, mask)
+    peak = _peak(logits)
+    mass = jnp.exp(logits - peak).sum(axis=-2, keepdims=True)
+    return latte_bidirectional(undirected_weights(queries, peak, mass), logits, values)
+
+
+def _visible(keys, mask):
+    """Return the keys in float32, `-inf` where `mask` is false."""
+    logits = keys.astype(jnp.float32)
+    if mask is None:
+        return logits
+    check_mask("mask", mask, keys.shape[:-1])
+    return jnp.where(jnp.broadcast_to(mask, keys.shape[:-1])[..., None], logits, -jnp.inf)
+
+
+def _peak(logits):
+    return lax.stop_gradient(logits.max(axis=-2, keepdims=True, initial=LOWEST))
 
 
 def _average_documents(weights, keys, values, segments):

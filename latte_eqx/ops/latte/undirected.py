@@ -31,13 +31,20 @@ def linear_attention(
     """
     check_floating(queries=queries, keys=keys)
     check_shape("queries", queries, keys.shape, "that of `keys`")
-    peak, mass = running_mass(keys, segment_ids, state)
+    weights = undirected_weights(queries, *running_mass(keys, segment_ids, state)).astype(values.dtype)
+    return latte_causal(weights, keys, values, segment_ids=segment_ids, state=state, implementation=implementation)
+
+
+def undirected_weights(
+    queries: Float[Array, "*batch seq latents"],
+    peak: Float[Array, "*batch #seq latents"],
+    mass: Float[Array, "*batch #seq latents"],
+) -> Float[Array, "*batch seq latents"]:
+    r"""Return $\mathrm{softmax}(q + \log \text{mass})$, with masses relative to their peaks."""
     # Peaks are compared before anything small is added to them: sums with large peaks would lose it.
     relative = peak - peak.max(axis=-1, keepdims=True)
     logits = queries.astype(jnp.float32) + jnp.log(jnp.where(mass > 0, mass, 1)) + relative
-    weights = jax.nn.softmax(jnp.where(mass > 0, logits, jnp.finfo(jnp.float32).min), axis=-1)
-    weights = weights.astype(values.dtype)
-    return latte_causal(weights, keys, values, segment_ids=segment_ids, state=state, implementation=implementation)
+    return jax.nn.softmax(jnp.where(mass > 0, logits, jnp.finfo(jnp.float32).min), axis=-1)
 
 
 def running_mass(

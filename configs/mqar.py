@@ -1,0 +1,54 @@
+"""Multi-query associative recall: how well a model repeats the value that followed a key, near and far.
+
+Variants: latte_r_swa, swa (the same window without latents), linear_attention (undirected), r_swa, attention. As they
+are for rows of 256 tokens with 16 pairs; with the ending _512 for 512 tokens with 64 pairs; with the ending _cpu for
+128 tokens with 8 pairs of 256 tokens and a window of 16, which a CPU learns in minutes.
+
+    python -m data.prepare mqar --seq 256 --pairs 16 --out prepared/mqar_256
+    python -m train.main --config configs/mqar.py:latte_r_swa --data.directory prepared/mqar_256
+
+    python -m data.prepare mqar --seq 128 --pairs 8 --num-tokens 256 --out prepared/mqar_cpu
+    python -m train.sweep --config configs/mqar.py --variants latte_r_swa_cpu swa_cpu --seeds 0 1 2 \\
+        --data.directory prepared/mqar_cpu --out runs/mqar_cpu
+
+Validation tells answers inside the window from answers beyond it: `task.groups` is the window. The learning rate is the
+second largest of the four that the protocol tries (1e-4, 4.6e-4, 2.2e-3, 1e-2): give others as --optim.peak-lr.
+Parameters: 0.56M to 0.59M, most of them the embedding of 8193 tokens; 0.05M to 0.08M with _cpu.
+Cost: 64 epochs of 100,000 rows, 6e15 FLOPs (`train.flops`), with _512 1.2e16; with _cpu less than 1e13.
+"""
+
+from dataclasses import replace
+
+from latte_eqx import ModelConfig
+from train.config import Config, DataConfig, OptimConfig, TaskConfig, choose
+
+MIXERS = {
+    "latte_r_swa": ModelConfig(mixer="macchiato", feed="rglru"),
+    "swa": ModelConfig(mixer="swa"),
+    "linear_attention": ModelConfig(mixer="linear_attention", feed="rglru"),
+    "r_swa": ModelConfig(mixer="r_swa"),
+    "attention": ModelConfig(mixer="attention"),
+}
+# Tokens in a row, kinds of tokens, window, rows in a batch, and rows to train on in all.
+SIZES = {
+    "": (256, 8192, 128, 256, 64 * 100_000),
+    "_512": (512, 8192, 128, 128, 64 * 100_000),
+    "_cpu": (128, 256, 16, 64, 100_000),
+}
+
+
+def get_config(variant: str = "latte_r_swa") -> Config:
+    """Return the run of a variant."""
+    variants = {mixer + size: (MIXERS[mixer], SIZES[size]) for mixer in MIXERS for size in SIZES}
+    model, (seq, num_tokens, window, batch_size, rows) = choose(variants, variant)
+    sizes = dict(vocab_size=num_tokens + 1, num_layers=2, dim=64, num_heads=1, mlp_dim=0, num_latents=64)
+    return Config(
+        model=replace(model, **sizes, window=window, max_length=seq),
+        data=DataConfig(seq=seq, batch_size=batch_size),
+        task=TaskConfig(groups=(window + 1,)),
+        optim=OptimConfig(peak_lr=2.2e-3, end_lr=0.0, warmup_steps=100, schedule="cosine", weight_decay=0.1),
+        tokens=rows * seq,
+        compute_dtype="float32",
+        remat="none",
+        eval_every=500,
+    )

@@ -1,7 +1,8 @@
-"""Turn texts into a prepared directory of tokens, once, before training.
+"""Turn texts, or examples of a task, into a prepared directory of tokens, once, before training.
 
     python -m data.prepare text FILE_OR_DIRECTORY... --out DIR
     python -m data.prepare openwebtext --out DIR
+    python -m data.prepare lra-listops --out DIR
 
 A further data set is a function with typed arguments, and a line in `COMMANDS`.
 """
@@ -14,9 +15,11 @@ from typing import Any, Literal
 
 import tyro
 
-from data import openwebtext
+from data import lra, openwebtext
+from data.mqar import prepare_mqar
 from data.prepared import Manifest
 from data.preparing import progress, say_what_was_made
+from data.same_book import prepare_same_book
 from data.sources import Advance, Piece, TextFiles, find_files, split_pieces
 from data.tokenizer import Tokenizer, load_tokenizer
 from data.writing import Writer, check_free, writing
@@ -151,7 +154,17 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-COMMANDS = {"text": prepare_text, "openwebtext": prepare_openwebtext}
+COMMANDS = {
+    "text": prepare_text,
+    "openwebtext": prepare_openwebtext,
+    "lra-listops": lra.prepare_listops,
+    "lra-text": lra.prepare_reviews,
+    "lra-image": lra.prepare_cifar,
+    "lra-pathfinder": lra.prepare_pathfinder,
+    "lra-retrieval": lra.prepare_retrieval,
+    "same-book": prepare_same_book,
+    "mqar": prepare_mqar,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -84,7 +84,7 @@ class Writer:
         writer.tokens.write(tokens.astype(writer.dtype, casting="safe", copy=False).tobytes())
 
     def append_example(
-        self, split: str, documents: Sequence[Integer[np.ndarray, " tokens"]], label: Integer[np.ndarray, "..."] | int
+        self, split: str, documents: Sequence[Integer[np.ndarray, " _"]], label: Integer[np.ndarray, "..."] | int
     ) -> None:
         """Add the documents of an example, and what is to be said of it: a class, or a target for each position."""
         writer = self._splits[split]

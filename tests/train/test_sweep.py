@@ -35,7 +35,7 @@ def test_a_sweep_compares_variants_and_goes_on(recall, tmp_path, monkeypatch, ca
     assert "| variant | accuracy, group 0 | accuracy, group 1 |" in table
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [len(results[name]) for name in ("latte_r_swa_cpu", "swa_cpu")] == [2, 2]
-    # Each of 24 rows asks 4 times; the window of 16 tells near from far.
+    # Each of 24 rows asks 4 times; the window of 8 tells near from far.
     groups = results["swa_cpu"][0]["groups"]
     assert sum(group["targets"] for group in groups) == 24 * 4
     assert all(group["targets"] > 0 for group in groups)

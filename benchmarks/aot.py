@@ -5,7 +5,8 @@
 Every implementation is compiled for every target, in bfloat16 and with the paper's heads: 8 of 16 latents and 96 dims.
 The text of the compiled program tells what it reads from and writes to main memory; the ideal is to read each argument
 once and write each result once. FLOPs are those of matrix products, counted in the traced program along the ordinary
-path; a float32 product counts as six of bfloat16.
+path; a float32 product counts as six of bfloat16. What only steep keys take is left out: of their kernels on a GPU, all
+others read no more than a flag.
 
 The second table bounds a layer's mixing from below: no program takes less than its FLOPs at the peak rate, nor than its
 bytes at the memory's. Full attention counts as the best possible: each array moved once, half of the square left out.
@@ -131,7 +132,9 @@ def cost(function: Any, arguments: Any, ideal: int, where: Target) -> Cost:
     flops = product_flops(function.trace(*arguments).jaxpr.jaxpr, where.platform)
     used = re.findall(r'used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', text)
     on_chip = max(map(int, used), default=None)
-    return Cost(Program(text).memory_traffic(), ideal, flops, memory.temp_size_in_bytes, on_chip)
+    return Cost(
+        Program(text, without=TOKEN_BY_TOKEN).memory_traffic(), ideal, flops, memory.temp_size_in_bytes, on_chip
+    )
 
 
 def product_flops(jaxpr: Any, platform: str) -> float:

@@ -62,9 +62,13 @@ def read_arrays(shape: str) -> Iterator[Array]:
 
 
 class Program:
-    """The computations of a program, and how often each runs."""
+    """The computations of a program, and how often each runs.
 
-    def __init__(self, text: str):
+    Of instructions whose names in the traced program contain `without`, nothing is counted.
+    """
+
+    def __init__(self, text: str, without: str | None = None):
+        self._without = without
         self.computations: dict[str, Computation] = {}
         current: Computation = {}
         for line in text.splitlines():
@@ -110,6 +114,8 @@ class Program:
         return sum(self._traffic_of(instruction, computation) for instruction in computation.values())
 
     def _traffic_of(self, instruction: Instruction, around: Computation) -> int:
+        if self._without and re.search(rf'op_name="[^"]*{self._without}', instruction.line):
+            return 0
         match instruction.operation:
             case "while":
                 (body,) = instruction.called("body")

@@ -21,8 +21,8 @@ NO_KERNELS = Choice("chunked", "kernels are for accelerators")
 DEFAULTS: dict[str, dict[str, Choice]] = {
     "latte_causal": {
         "cpu": NO_KERNELS,
-        "tpu": Choice("pallas", "moves each array once, 'chunked' 2 to 13 times; fewer than 32 tokens: 'chunked'"),
-        "cuda": Choice("pallas", "moves a fifth of what 'chunked' does; fewer than 32 tokens: 'chunked'"),
+        "tpu": Choice("pallas", "moves each array once, 'chunked' 1 to 13 times; fewer than 32 tokens: 'chunked'"),
+        "cuda": Choice("pallas", "moves each array 1 to 1.8 times, 'chunked' 20 times or more; below 32 tokens: that"),
     },
     "linear_scan": {
         "cpu": NO_KERNELS,
@@ -33,7 +33,7 @@ DEFAULTS: dict[str, dict[str, Choice]] = {
         "cpu": NO_KERNELS,
         "tpu": Choice(
             "pallas",
-            "keeps logits on the chip; for up to 64 dims, which it would pad, and below 128 queries: 'chunked' "
+            "moves each array once; below 128 queries: 'chunked' "
             "(splash attention fails inside a checked shard_map, and rounds float32)",
         ),
         "cuda": Choice("chunked", "cuDNN's attention can be traced only where the library is, and takes no float32"),

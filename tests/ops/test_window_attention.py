@@ -127,6 +127,13 @@ def test_any_window(key, implementation, window):
     check(actual, oracle(*arrays, in_window(window)), arrays[2])
 
 
+def test_heads_in_several_sets(key, implementation):
+    """The kernels take two heads at a time of these."""
+    arrays = draw(key, 70, batch=(1,), heads=4, kv_heads=4, head_dim=8, value_dim=8)
+    actual = value_and_grads(*arrays, window=40, implementation=implementation)
+    check(actual, oracle(*arrays, in_window(40)), arrays[2])
+
+
 def test_bfloat16(key, implementation):
     arrays = draw(key, 3 * BLOCK + 5, dtype=jnp.bfloat16)
     output, grads = value_and_grads(*arrays, window=WINDOW, implementation=implementation)

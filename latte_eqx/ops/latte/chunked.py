@@ -13,9 +13,10 @@ the keys tells whether any chunk can need that: ordinary keys do not even pay fo
 The backward pass keeps the states between chunks and recomputes the rest.
 """
 
+from collections.abc import Callable
 from functools import partial
 from math import log, prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -130,7 +131,7 @@ def _in_cache(run):
     return fitting
 
 
-def _as_steep_as(what_matters):
+def _as_steep_as(what_matters: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compile a pass twice, for keys that may be steep and for ones that are not, and take the one that the keys ask.
 
     No token sees less than the first of its document does. If that is never far below the largest key, none is steep.

@@ -1,19 +1,23 @@
-r"""Causal Latte on GPUs, in Triton by way of Pallas: all chunks of all rows at once.
+r"""Causal Latte on GPUs, in Triton by way of Pallas: all pieces of all rows at once.
 
-Sums over tokens are sums over chunks, so each pass is three kernels. Forward: what each chunk adds to the state; the
-states before each chunk, one after another; the outputs of each chunk, from the state before it. Backward: the
-cotangents of the weights, and what each chunk adds to those of the state before it; the latter after each chunk, one
-after another from the last; the cotangents of keys and values. With $m$ the peaks and $z$ the masses,
+A piece is a whole number of chunks, as many as still leave a program for each multiprocessor. With enough rows that is
+all of them, and each pass is one kernel that reads a row along its chunks. Else each pass is three kernels, since sums
+over tokens are sums over pieces. Forward: what each piece adds to the state; the states before each piece, one after
+another; the outputs. Backward: what each piece asks of the state before it; what all later ones ask, one after another
+from the last; the cotangents. With $m$ the peaks and $z$ the masses,
 
     H_s = sum_{u>=s} exp(m_s - m_u) (w_u / z_u) dy_u^T        c_s = -sum_{u>=s} exp(m_s - m_u) (w_u / z_u) dw_u
 
 are all that a token needs of later ones: dk_s = exp(k_s - m_s) (H_s v_s + c_s) and dv_s = exp(k_s - m_s)^T H_s. In the
-code H is the `pull` on the values, and c the `push` on the masses.
+code H is the `pull` on the values, and c the `push` on the masses. The cotangents of a chunk's weights go forwards,
+from the state before it, and then those of its keys and values backwards, while the chunk is still in the cache.
 
-Inside a chunk the kernels go block by block. The masses in a block are relative to one reference, the largest key that
-any of its tokens sees. That is exact while no mass is e^50 below the reference. Chunks in which one is are reported and
-read again by a kernel that takes such tokens one by one, each relative to the largest key that it sees itself. For all
-other chunks that kernel has nothing to do: ordinary keys never pay for it, not even with the registers it needs.
+Tokens lie in memory as projections give them, (seq, heads, width), and a program takes the rows of its head.
+
+A chunk is read block by block. The masses in a block are relative to one reference, the largest key that any of its
+tokens sees. That is exact while no mass is e^50 below the reference. Pieces in which one is are reported and read again
+by a kernel that takes such tokens one by one, each relative to the largest key that it sees itself. For all other
+pieces that kernel has nothing to do: ordinary keys never pay for it, not even with the registers it needs.
 """
 
 import operator
@@ -35,24 +39,28 @@ from latte_eqx.ops.latte.state import LOWEST, SMALLEST_MASS, LatteState
 
 
 class _Plan(NamedTuple):
-    """How a kernel cuts its chunk: tokens in a block, columns of values in one product, and warps."""
+    """How a kernel cuts its piece: tokens in a block, columns of values in one product, warps, and latents at least."""
 
     block: int
     columns: int
     warps: int
+    latents: int = 16
 
 
-# What compiles without spilling registers and still leaves room for two programs on a multiprocessor, if possible. A
-# block of 32 tokens takes all 255 registers of 128 threads in the backward pass (about 220 in the forward pass), one of
-# 16 tokens hardly fewer: most of them are addresses in shared memory. Wider values need twice the threads. Products of
-# float32 factors are not for matrix units, and hold whole rows of both factors in registers.
-NARROW, WIDE, FLOAT32 = _Plan(32, 128, 4), _Plan(16, 128, 8), _Plan(16, 64, 8)
-# The last kernel holds a cotangent of the values beside one of the state, and spills with wider products.
-LAST_COLUMNS = 64
+# What compiles without spilling registers. A block of 32 tokens takes up to 234 of the 255 registers that each of 128
+# threads has; most are addresses in shared memory. Wider values need twice the threads. Products of float32 factors are
+# not for matrix units, and hold whole rows of both factors in registers. So many threads share fewer than 32 latents
+# badly.
+NARROW, WIDE, FLOAT32 = _Plan(32, 128, 4), _Plan(16, 128, 8, latents=32), _Plan(16, 32, 8, latents=32)
+# In the backward pass a block of 32 tokens would spill. Its last kernel holds a cotangent of the values beside one of
+# the state, and takes so many columns at most.
+BACKWARD_BLOCK, LAST_COLUMNS = 16, 64
 # Exact kernels are rarely run.
 EXACT_WARPS = 8
-# The kernels that go along the chunks take so many columns of the state each, and load so many chunks ahead.
+# The kernels that go along the pieces take so many columns of the state each, and load so many pieces ahead.
 CARRIED_COLUMNS, CARRYING_WARPS, AHEAD = 32, 4, 4
+# One for each multiprocessor: a GPU has 108 or 132.
+ENOUGH_PROGRAMS = 128
 
 
 def forward(
@@ -68,12 +76,18 @@ def forward(
 ) -> tuple[Float[Array, "*batch seq dim"], LatteState, LatteState | None]:
     """Return the outputs, the last state, and the states before each chunk."""
     call = _Caller(keys, values, segment_ids, chunk, interpret)
-    k, v = call.cut(keys), call.cut(values)
-    added = call.chunks(_add_up, [k, v], call.states)
-    states, last = call.along(_carry, added, call.states, call.rows(state))
-    (y,) = call.chunks_exactly(_read, [call.cut(weights), k, v, *states], [call.like(v)])
-    kept = LatteState(*call.batched(states)) if keep else None
-    return y.reshape(values.shape), LatteState(*call.batched(last)), kept
+    w, k, v = [call.cut(x) for x in (weights, keys, values)]
+    average, peak, mass = call.rows(state.average, state.peak, state.mass)
+    # An empty state has no average, whatever stands in its place.
+    states = [jnp.where(mass[..., None] > 0, average, 0.0), peak, mass]
+    if call.pieces > 1:
+        # Nobody comes after the last piece.
+        added = call.each_piece(_add_up, [k, v], call.states(call.pieces - 1))
+        states = call.along(_carry, [*added, *states], call.states(call.pieces))
+    outputs = [call.like(v), *call.states(1), *(call.states(call.chunks) if keep else [])]
+    y, *states = call.each_piece_exactly(_read, [w, k, v, *states], outputs)
+    last, kept = [x[:, 0] for x in states[:3]], states[3:]
+    return call.uncut(y), LatteState(*call.batched(last)), LatteState(*call.batched(kept)) if keep else None
 
 
 def backward(
@@ -94,121 +108,155 @@ def backward(
     """Return the cotangents of weights, keys, values and the first state."""
     call = _Caller(keys, values, segment_ids, chunk, interpret)
     tokens = w, k, v, _ = [call.cut(x) for x in (weights, keys, values, dy)]
-    average, peak, mass = call.rows(states)
-    _, last_peak, _ = call.rows(last_state)
-
-    # The last kernel reads these: beside float32 values they must be float32, even if the weights are not.
+    boundaries = call.rows(states.average, states.peak, states.mass)
+    *later, last_peak = call.rows(*asked_of_sums(last_state, dstate), last_state.peak)
+    if call.pieces > 1:
+        # Nobody comes before the first piece.
+        outputs = call.states(call.pieces - 1)[:2]
+        asked = call.each_piece_exactly(_ask, [*tokens, *boundaries], outputs, skip=1)
+        peaks = jnp.concatenate([boundaries[1][:, :: call.chunks // call.pieces], last_peak], axis=1)
+        later = call.along(_carry_back, [*asked, peaks, *later], call.states(call.pieces)[:2])
+    # These are read again: beside float32 values they must be float32, even if the weights are not.
     dweights = call.like(w, v.dtype if v.dtype == jnp.float32 else w.dtype)
-    dweights, added_pull, added_push, *blocks = call.chunks_exactly(
-        _unread_weights, [*tokens, average, peak, mass], [dweights, *call.states[:2], call.blocks, call.blocks]
-    )
-    next_peak = jnp.concatenate([peak[:, 1:], last_peak[:, None]], axis=1)
-    last = [x.reshape(call.grid[0], *x.shape[len(call.batch) :]) for x in asked_of_sums(last_state, dstate)]
-    later, first = call.along(_carry_back, [added_pull, added_push, peak, next_peak], call.states[:2], last)
-    dkeys, dvalues = call.chunks_exactly(
-        _unread_keys_and_values, [*tokens, dweights, *blocks, *later], [call.like(k), call.like(v)]
-    )
-    dfirst = asked_of_state(states, *call.batched(first))
-    dweights = dweights.reshape(weights.shape).astype(weights.dtype)
-    return dweights, dkeys.reshape(keys.shape), dvalues.reshape(values.shape), dfirst
+    outputs = [dweights, call.like(k), call.like(v), *call.states(call.pieces)[:2], *call.blocks]
+    dweights, dkeys, dvalues, pull, push, *_ = call.each_piece_exactly(_unread, [*tokens, *boundaries, *later], outputs)
+    dfirst = asked_of_state(states, *call.batched([pull[:, 0], push[:, 0]]))
+    return call.uncut(dweights).astype(weights.dtype), call.uncut(dkeys), call.uncut(dvalues), dfirst
 
 
 PASSES = Passes(forward, backward)
 
 
 class _Caller:
-    """Calls kernels: for each chunk of each row by itself, or along the chunks of each row."""
+    """Calls kernels: for each piece of each row by itself, or along the pieces of each row."""
 
     def __init__(self, keys, values, segment_ids, chunk, interpret):
         self.batch, seq, latents, dim = keys.shape[:-2], *keys.shape[-2:], values.shape[-1]
-        self.grid = prod(self.batch), seq // chunk
+        self.heads = self.batch[-1] if len(self.batch) > 1 else 1
+        self.rows_and_heads, self.chunks = prod(self.batch), seq // chunk
+        self.pieces = _pieces(self.rows_and_heads, self.chunks)
         self.plan = FLOAT32 if values.dtype == jnp.float32 else NARROW if dim <= 128 else WIDE
-        self.program = _Program(latents, dim, chunk, self.plan.block, self.plan.columns, values.dtype)
-        self.interpret = interpret
+        self.program = _Program(
+            latents, dim, seq // self.pieces, chunk, self.plan.block, self.plan.columns, values.dtype, interpret
+        )
         self.output = partial(output_like, keys)
-        self.ids = []
-        if segment_ids is not None:
-            self.ids = [jnp.broadcast_to(segment_ids, keys.shape[:-1]).reshape(-1, seq)]
-        float32 = lambda *shape: self.output((*self.grid, *shape))
-        self.states = [float32(latents, dim), float32(latents), float32(latents)]
-        self.blocks = float32(chunk // self.plan.block, latents)
+        self.ids = [] if segment_ids is None else [self._id_rows(segment_ids)]
+        # The peaks and masses before the blocks of a chunk.
+        blocks = self.output((self.rows_and_heads, self.pieces * (chunk // BACKWARD_BLOCK), latents))
+        self.blocks = [blocks, blocks]
+
+    def states(self, count):
+        """So many states for each row."""
+        shape = self.rows_and_heads, count, self.program.latents
+        return [self.output((*shape, self.program.dim)), self.output(shape), self.output(shape)]
 
     def like(self, x, dtype=None):
         return self.output(x.shape, dtype or x.dtype)
 
     def cut(self, x):
-        """Cut tokens into rows and chunks."""
-        return x.reshape(*self.grid, -1, x.shape[-1])
+        """Cut tokens into pieces, with the heads of a token side by side: so it was before heads were set apart."""
+        x = x if self.heads == 1 else x.swapaxes(-3, -2)
+        return x.reshape(-1, self.pieces, self.program.piece, self.heads, x.shape[-1])
 
-    def rows(self, state):
-        return [x.reshape(-1, *x.shape[len(self.batch) :]) for x in (state.average, state.peak, state.mass)]
+    def uncut(self, x):
+        """Undo `cut`."""
+        seq, width = self.pieces * self.program.piece, x.shape[-1]
+        if self.heads == 1:
+            return x.reshape(*self.batch, seq, width)
+        return x.reshape(*self.batch[:-1], seq, self.heads, width).swapaxes(-3, -2)
+
+    def rows(self, wide, *narrow):
+        """States of rows, with an axis of chunks: one for each, or a single one."""
+        shape = self.rows_and_heads, -1, self.program.latents
+        return [wide.reshape(*shape, self.program.dim), *(x.reshape(shape) for x in narrow)]
 
     def batched(self, arrays):
         return [x.reshape(*self.batch, *x.shape[1:]) for x in arrays]
 
-    def chunks(self, kernel, inputs, outputs):
-        """Call a kernel for each chunk."""
-        in_specs, out_specs = map(_by_chunk, inputs), map(_by_chunk, outputs)
-        return self._call(kernel, kernel.__name__, self.grid, inputs, outputs, in_specs, out_specs, self.plan.warps)
+    def each_piece(self, kernel, inputs, outputs, skip=0):
+        """Call a kernel for each piece of the first output; of the inputs, the first pieces can be skipped."""
+        grid = self.rows_and_heads, outputs[0].shape[1]
+        specs = [self._by_piece(x, skip) for x in inputs], [self._by_piece(x) for x in outputs]
+        return self._call(kernel, kernel.__name__, grid, inputs, outputs, *specs, self.plan.warps, skip)
 
-    def chunks_exactly(self, kernel, inputs, outputs):
-        """Call a kernel for each chunk, and then its exact form for the chunks that it says are unsafe."""
-        flags = self.output(self.grid, jnp.int32)
+    def each_piece_exactly(self, kernel, inputs, outputs, skip=0):
+        """Call a kernel for each piece, and then its exact form for the pieces that it says are unsafe."""
+        grid = self.rows_and_heads, outputs[0].shape[1]
 
         def fast(program, *refs):
-            refs[-1][...] = kernel(program, *refs[:-1])
+            refs[-1][0] = kernel(program, *refs[:-1])
 
-        @jax.named_scope(TOKEN_BY_TOKEN)
         def exact(program, *refs):
-            @pl.when(refs[0][...] > 0)
+            @pl.when(refs[0][0] > 0)
             def _():
                 kernel(program._replace(exact=True), *refs[1 : 1 + len(inputs)], *refs[-len(outputs) :])
 
-        *results, flags = self.chunks(wraps(kernel)(fast), inputs, [*outputs, flags])
-        again = [flags, *inputs, *results]
-        in_specs, out_specs = map(_by_chunk, again), map(_by_chunk, outputs)
+        *results, flags = self.each_piece(wraps(kernel)(fast), inputs, [*outputs, self.output(grid, jnp.int32)], skip)
+        in_specs = [self._by_piece(flags), *(self._by_piece(x, skip) for x in inputs), *map(self._by_piece, results)]
+        out_specs = [self._by_piece(x) for x in outputs]
         # What the first kernel has written stays where it is.
-        first = len(self.ids) + len(again) - len(outputs)
+        first = len(self.ids) + 1 + len(inputs)
         aliases = {first + i: i for i in range(len(outputs))}
-        name = f"{kernel.__name__}_exact"
-        return self._call(exact, name, self.grid, again, outputs, in_specs, out_specs, EXACT_WARPS, aliases)
+        name, again = f"{kernel.__name__}_exact", [flags, *inputs, *results]
+        with jax.named_scope(TOKEN_BY_TOKEN):
+            return self._call(exact, name, grid, again, outputs, in_specs, out_specs, EXACT_WARPS, skip, aliases)
 
-    def along(self, kernel, inputs, outputs, carry):
-        """Call a kernel for some columns of the state in each row; it returns what was carried last, too."""
+    def along(self, kernel, inputs, outputs):
+        """Call a kernel for some columns of all states in each row."""
 
-        def spec(x, *chunks):
-            latents, *dim = x.shape[1 + len(chunks) :]
-            block = None, *chunks, _padded(latents), *(CARRIED_COLUMNS for _ in dim)
-            return pl.BlockSpec(block, lambda row, part: (row, *(0 for _ in chunks), 0, part)[: x.ndim])
+        def spec(x):
+            _, count, latents, *dim = x.shape
+            block = None, count, _padded(latents), *(CARRIED_COLUMNS for _ in dim)
+            return pl.BlockSpec(block, lambda row, part: (row, 0, 0, part)[: x.ndim])
 
-        carried = [spec(x) for x in carry]
-        in_specs = [*(spec(x, self.grid[1]) for x in inputs), *carried]
-        out_specs = [*(spec(x, self.grid[1]) for x in outputs), *carried]
-        grid = self.grid[0], pl.cdiv(self.program.dim, CARRIED_COLUMNS)
-        inputs, outputs = [*inputs, *carry], [*outputs, *map(self.like, carry)]
-        out = self._call(kernel, kernel.__name__, grid, inputs, outputs, in_specs, out_specs, CARRYING_WARPS)
-        return out[: -len(carry)], out[-len(carry) :]
+        grid = self.rows_and_heads, pl.cdiv(self.program.dim, CARRIED_COLUMNS)
+        in_specs, out_specs = map(spec, inputs), map(spec, outputs)
+        return self._call(kernel, kernel.__name__, grid, inputs, outputs, in_specs, out_specs, CARRYING_WARPS)
 
-    def _call(self, kernel, name, grid, inputs, outputs, in_specs, out_specs, warps, aliases=None):
+    def _call(self, kernel, name, grid, inputs, outputs, in_specs, out_specs, warps, skip=0, aliases=None):
         def run(*refs):
             ids, refs = (refs[0], refs[1:]) if self.ids else (None, refs)
-            kernel(self.program._replace(ids=ids, index=pl.program_id(1)), *refs)
+            kernel(self.program._replace(ids=ids, index=pl.program_id(1) + skip), *refs)
 
         return pl.pallas_call(
             run,
             grid=grid,
-            in_specs=[*(pl.BlockSpec((None, x.shape[1]), lambda row, _: (row, 0)) for x in self.ids), *in_specs],
+            in_specs=[*map(self._by_row, self.ids), *in_specs],
             out_specs=list(out_specs),
             out_shape=outputs,
             input_output_aliases=aliases or {},
             compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
             name=f"latte{name}",
-            interpret=self.interpret,
+            interpret=self.program.interpret,
         )(*self.ids, *inputs)
 
+    def _id_rows(self, ids):
+        """Documents of rows, once for all heads that share them."""
+        *batch, seq = (1,) * (len(self.batch) + 1 - ids.ndim) + ids.shape
+        rows = (*self.batch[:-1], batch[-1]) if self.heads > 1 else self.batch
+        return jnp.broadcast_to(ids.reshape(*batch, seq), (*rows, seq)).reshape(-1, seq)
 
-def _by_chunk(x):
-    return pl.BlockSpec((None, None, *map(_padded, x.shape[2:])), lambda *index: (*index, 0, 0)[: x.ndim])
+    def _by_row(self, ids):
+        heads = self.rows_and_heads // ids.shape[0]
+        return pl.BlockSpec((None, ids.shape[1]), lambda row, _: (row // heads, 0))
+
+    def _by_piece(self, x, skip=0):
+        if x.ndim == 5:
+            # Tokens, of which a program sees one head.
+            *_, tokens, _, width = x.shape
+            place = lambda row, piece: (row // self.heads, piece + skip, 0, row % self.heads, 0)
+            return pl.BlockSpec((None, None, tokens, None, _padded(width, self.plan.latents)), place)
+        # So many for each piece, or one for the row.
+        _, total, *sizes = x.shape
+        count = max(1, total // self.pieces)
+        place = lambda row, piece: (row, jnp.minimum(piece + skip, total // count - 1), 0, 0)[: x.ndim]
+        return pl.BlockSpec((None, count, *(_padded(size, self.plan.latents) for size in sizes)), place)
+
+
+def _pieces(rows: int, chunks: int) -> int:
+    """Into how many pieces of as many chunks each to cut a row."""
+    enough = (pieces for pieces in range(1, chunks) if chunks % pieces == 0 and rows * pieces >= ENOUGH_PROGRAMS)
+    return next(enough, chunks)
 
 
 class _Program(NamedTuple):
@@ -216,12 +264,14 @@ class _Program(NamedTuple):
 
     latents: int
     dim: int
+    piece: int  # of so many tokens
     chunk: int
     block: int
     columns: int
     dtype: Any  # of the factors of products
+    interpret: bool
     ids: Any = None
-    index: Any = None  # the chunk, or the columns that are carried
+    index: Any = None  # the piece, or the columns that are carried
     exact: bool = False  # or to leave out, and report, what a common reference is too large for
 
     def parts(self):
@@ -229,7 +279,7 @@ class _Program(NamedTuple):
         return [(pl.ds(start, columns), min(columns, self.dim - start)) for start in range(0, self.dim, columns)]
 
     def rows(self, index, token=None):
-        """Where a block's tokens, or one of them, stand in the chunk."""
+        """Where a block's tokens, or one of them, stand in the piece."""
         return pl.ds(index * self.block, self.block) if token is None else pl.ds(index * self.block + token, 1)
 
     def load_latents(self, ref, rows, other=0.0):
@@ -245,16 +295,23 @@ class _Program(NamedTuple):
         for (part, width), x_part in zip(self.parts(), x, strict=True):
             _store(ref.at[rows, part], x_part, width)
 
-    def load_state(self, average, peak, mass):
-        average = [_load(average.at[:, part], self.latents, width) for part, width in self.parts()]
-        return average, _load(peak, self.latents, other=LOWEST), _load(mass, self.latents)
+    def load_state(self, *refs, index=0):
+        """Load an average or a pull, and what goes with it."""
+        index = _traced(index)
+        wide = [_load(refs[0].at[index, :, part], self.latents, width) for part, width in self.parts()]
+        return wide, *(_load(x.at[index], self.latents) for x in refs[1:])
 
-    def store_state(self, refs, wide, *narrow):
-        wide_ref, *narrow_refs = refs
+    def store_state(self, refs, wide, *narrow, index=0):
+        index = _traced(index)
         for (part, width), x in zip(self.parts(), wide, strict=True):
-            _store(wide_ref.at[:, part], x, self.latents, width)
-        for ref, x in zip(narrow_refs, narrow, strict=True):
-            _store(ref, x, self.latents)
+            _store(refs[0].at[index, :, part], x, self.latents, width)
+        for ref, x in zip(refs[1:], narrow, strict=True):
+            _store(ref.at[index], x, self.latents)
+
+    def wait(self):
+        """Let all threads see what each has stored."""
+        if not self.interpret:
+            plgpu.debug_barrier()
 
     def rounded(self, x):
         return x.astype(self.dtype).astype(jnp.float32)
@@ -325,7 +382,7 @@ def _block(program, keys, index, peak, mass):
     ids = program.ids
     if ids is None:
         return _Block(program, keys, peak, mass, 1.0, 1.0)
-    start = program.index * program.chunk + index * program.block
+    start = program.index * program.piece + index * program.block
     before, last = ids[jnp.maximum(start - 1, 0)], ids[start + program.block - 1]
     # A first token that begins a document finds an empty state.
     kept = ids[start] == before
@@ -340,7 +397,7 @@ class _Targets(NamedTuple):
     token: Array | None
     sees: Array  # (target, source) is 1 where the source is not later and of the same document
     continues: Array | float  # (target, 1) is 1 in the document of the state before the block
-    from_start: Array | float  # (target, 1) is 1 in the document of the state before the chunk
+    from_start: Array | float  # (target, 1) is 1 in the document of the state before the piece
 
     def place(self, x):
         """Give each target its row in the block."""
@@ -357,11 +414,11 @@ def _targets(program, index, token):
     ids = program.ids
     if ids is None:
         return _Targets(token, sees.astype(jnp.float32), 1.0, 1.0)
-    chunk_start = program.index * program.chunk
-    start = chunk_start + index * program.block
+    piece_start = program.index * program.piece
+    start = piece_start + index * program.block
     own = ids[pl.ds(start + first, count)][:, None]
     sees &= own == ids[pl.ds(start, program.block)][None]
-    continues, from_start = (own == ids[jnp.maximum(x - 1, 0)] for x in (start, chunk_start))
+    continues, from_start = (own == ids[jnp.maximum(x - 1, 0)] for x in (start, piece_start))
     return _Targets(token, sees.astype(jnp.float32), continues.astype(jnp.float32), from_start.astype(jnp.float32))
 
 
@@ -397,14 +454,14 @@ def _for_each_reference(block, everyone, look, add, sums):
 
 
 def _add_up(program, keys, values, average, peak, mass):
-    """What a chunk adds to the state: the average of its last document, relative to its own peak."""
-    ids, start, blocks = program.ids, program.index * program.chunk, program.chunk // program.block
+    """What a piece adds to the state: the average of its last document, relative to its own peak."""
+    ids, start, blocks = program.ids, program.index * program.piece, program.piece // program.block
 
     def load(index):
         x = program.load_latents(keys, program.rows(index), other=-jnp.inf)
         if ids is None:
             return x
-        lasts = ids[pl.ds(start + index * program.block, program.block)] == ids[start + program.chunk - 1]
+        lasts = ids[pl.ds(start + index * program.block, program.block)] == ids[start + program.piece - 1]
         return jnp.where(lasts[:, None], x, -jnp.inf)
 
     lowest = jnp.full((program.block, keys.shape[-1]), LOWEST, jnp.float32)
@@ -424,8 +481,10 @@ def _add_up(program, keys, values, average, peak, mass):
     program.store_state((average, peak, mass), new_average, largest, mass_sum.sum(axis=0))
 
 
-def _read(program, weights, keys, values, average, peak, mass, y):
-    """The outputs of a chunk, from the state before it."""
+def _read(program, weights, keys, values, average, peak, mass, y, *states):
+    """The outputs of a piece, from the state before it; the state after the last piece, and those before each chunk."""
+    last, kept = states[:3], states[3:]
+    blocks = program.chunk // program.block
 
     def read(index, carry):
         (average, peak, mass), unsafe = carry
@@ -453,97 +512,153 @@ def _read(program, weights, keys, values, average, peak, mass, y):
         program.store(y, rows, y_block)
         return block.after(average, v), jnp.maximum(unsafe, now)
 
+    def read_chunk(chunk, carry):
+        if kept:
+            program.store_state(kept, *carry[0], index=chunk)
+        return lax.fori_loop(chunk * blocks, (chunk + 1) * blocks, read, carry)
+
     carry = program.load_state(average, peak, mass), 0
-    return lax.fori_loop(0, program.chunk // program.block, read, carry)[1]
+    state, unsafe = lax.fori_loop(0, program.piece // program.chunk, read_chunk, carry)
 
+    @pl.when(program.index == pl.num_programs(1) - 1)
+    def _():
+        program.store_state(last, *state)
 
-def _unread_weights(program, weights, keys, values, dy, average, peak, mass, dweights, pull, push, peaks, masses):
-    """The cotangents of a chunk's weights, its own part of H and c at its start, and the peaks and masses of blocks."""
-    state = first_average, first_peak, _ = program.load_state(average, peak, mass)
-
-    def read(index, carry):
-        (average, peak, mass), pull, push, unsafe = carry
-        _store(peaks.at[index], peak, program.latents)
-        _store(masses.at[index], mass, program.latents)
-        block = _block(program, keys, index, peak, mass)
-
-        def look(token=None):
-            rows = program.rows(index, token)
-            targets, g = _targets(program, index, token), program.load(dy, rows)
-            agreement = program.dots(g, program.load(values, program.rows(index))) * targets.sees
-            start_agreement = targets.continues * program.dots(g, average)
-            return targets, program.load_latents(weights, rows), g, agreement, start_agreement
-
-        def add(sums, targets, w, g, agreement, start_agreement, reference, inverse_mass):
-            dw, pull, push = sums
-            new_dw = program.dot(agreement, block.token_mass(reference), 1, 0)
-            new_dw = (new_dw + start_agreement * block.start_mass(reference)[None]) * inverse_mass
-            share = targets.from_start * w * inverse_mass * _mass(first_peak, reference)[None]
-            pull = [x + program.dot(share, g_part, 0, 0) for x, g_part in zip(pull, g, strict=True)]
-            return dw + targets.place(new_dw), pull, push - (share * new_dw).sum(axis=0)
-
-        everyone = look()
-        after = block.after(average, program.load(values, program.rows(index)))
-        zeros = jnp.zeros(block.keys.shape, jnp.float32)
-        (dw, pull, push), now = _for_each_reference(block, everyone, look, add, (zeros, pull, push))
-        program.store_latents(dweights, program.rows(index), dw)
-        return after, pull, push, jnp.maximum(unsafe, now)
-
-    carry = state, [jnp.zeros_like(x) for x in first_average], jnp.zeros_like(first_peak), 0
-    _, pull_sum, push_sum, unsafe = lax.fori_loop(0, program.chunk // program.block, read, carry)
-    program.store_state((pull, push), pull_sum, push_sum)
     return unsafe
 
 
-def _unread_keys_and_values(program, weights, keys, values, dy, dweights, peaks, masses, pull, push, dkeys, dvalues):
-    """The cotangents of a chunk's keys and values, from H and c after it."""
-    program = program._replace(columns=LAST_COLUMNS)
-    blocks = program.chunk // program.block
+def _unread_weights(program, weights, keys, values, dy, index, state, add, sums):
+    """The state after a block, and the sums, to which its tokens add given the cotangents of their weights."""
+    average, peak, mass = state
+    block = _block(program, keys, index, peak, mass)
 
-    def read(step, later):
-        pull, push, unsafe = later
-        index = blocks - 1 - step
-        peak, mass = _load(peaks.at[index], program.latents, other=LOWEST), _load(masses.at[index], program.latents)
-        block = _block(program, keys, index, peak, mass)
+    def look(token=None):
+        rows = program.rows(index, token)
+        targets, g = _targets(program, index, token), program.load(dy, rows)
+        agreement = program.dots(g, program.load(values, program.rows(index))) * targets.sees
+        start_agreement = targets.continues * program.dots(g, average)
+        return targets, program.load_latents(weights, rows), g, agreement, start_agreement
 
-        def look(token=None):
-            rows = program.rows(index, token)
-            targets, g = _targets(program, index, token), program.load(dy, rows)
-            agreement = program.dots(g, v) * targets.sees
-            w, dw = program.load_latents(weights, rows), program.load_latents(dweights, rows)
-            return targets, w, dw, g, agreement
+    def add_given(sums, targets, w, g, agreement, start_agreement, reference, inverse_mass):
+        dw = program.dot(agreement, block.token_mass(reference), 1, 0)
+        dw = (dw + start_agreement * block.start_mass(reference)[None]) * inverse_mass
+        return add(sums, targets, w * inverse_mass, g, dw, reference)
 
-        def add(sums, targets, w, dw, g, agreement, reference, inverse_mass):
-            dk, dv, pull, push = sums
-            share, token_mass = w * inverse_mass, block.token_mass(reference)
-            mixing = program.dot(share, token_mass, 1, 1) * targets.sees
-            dmass = program.dot(agreement, share, 0, 0) - program.dot(targets.sees, share * dw, 0, 0)
-            start_share = targets.continues * share * _mass(block.peak, reference)[None]
-            return (
-                dk + dmass * token_mass,
-                [x + program.dot(mixing, g_part, 0, 0) for x, g_part in zip(dv, g, strict=True)],
-                [x + program.dot(start_share, g_part, 0, 0) for x, g_part in zip(pull, g, strict=True)],
-                push - (start_share * dw).sum(axis=0),
-            )
-
-        v = program.load(values, program.rows(index))
-        last_peak = block.last_peak()
-        last_mass = block.lasts * block.token_mass(last_peak)
-        dk = last_mass * (program.dots(v, pull) + push[None])
-        dv = [program.dot(last_mass, x, 1, 0) for x in pull]
-        kept = block.joined * _mass(block.peak, last_peak)
-        sums = dk, dv, _scale(kept, pull), kept * push
-        (dk, dv, pull, push), now = _for_each_reference(block, look(), look, add, sums)
-        program.store_latents(dkeys, program.rows(index), dk)
-        program.store(dvalues, program.rows(index), dv)
-        return pull, push, jnp.maximum(unsafe, now)
-
-    pull = [_load(pull.at[:, part], program.latents, width) for part, width in program.parts()]
-    return lax.fori_loop(0, blocks, read, (pull, _load(push, program.latents), 0))[2]
+    everyone = look()
+    after = block.after(average, program.load(values, program.rows(index)))
+    sums, unsafe = _for_each_reference(block, everyone, look, add_given, sums)
+    return after, sums, unsafe
 
 
-def _carry(program, added_average, added_peak, added_mass, average, peak, mass, averages, peaks, masses, *last):
-    """The states before each chunk and after the last."""
+def _ask(program, weights, keys, values, dy, average, peak, mass, pull, push):
+    """What a piece asks of the state before it: its own part of H and c there."""
+    program = program._replace(block=BACKWARD_BLOCK)
+    state = first_average, first_peak, _ = program.load_state(average, peak, mass)
+
+    def add(sums, targets, share, g, dw, reference):
+        pull, push = sums
+        share = targets.from_start * share * _mass(first_peak, reference)[None]
+        pull = [x + program.dot(share, g_part, 0, 0) for x, g_part in zip(pull, g, strict=True)]
+        return pull, push - (share * dw).sum(axis=0)
+
+    def read(index, carry):
+        state, sums, unsafe = carry
+        state, sums, now = _unread_weights(program, weights, keys, values, dy, index, state, add, sums)
+        return state, sums, jnp.maximum(unsafe, now)
+
+    nothing = [jnp.zeros_like(x) for x in first_average], jnp.zeros_like(first_peak)
+    _, sums, unsafe = lax.fori_loop(0, program.piece // program.block, read, (state, nothing, 0))
+    program.store_state((pull, push), *sums)
+    return unsafe
+
+
+def _unread(
+    program, weights, keys, values, dy, average, peak, mass, later_pull, later_push,
+    dweights, dkeys, dvalues, pull, push, peaks, masses,
+):  # fmt: skip
+    """The cotangents of a piece, from H and c after it; H and c before it."""
+    program = program._replace(block=BACKWARD_BLOCK)
+    chunks, blocks = program.piece // program.chunk, program.chunk // program.block
+    last = program._replace(columns=min(program.columns, LAST_COLUMNS))
+
+    def add(dw, targets, share, g, new_dw, reference):
+        return dw + targets.place(new_dw)
+
+    def read(step, unsafe):
+        chunk = chunks - 1 - step
+
+        def forwards(block, carry):
+            state, unsafe = carry
+            _store(peaks.at[block], state[1], program.latents)
+            _store(masses.at[block], state[2], program.latents)
+            index = chunk * blocks + block
+            nothing = jnp.zeros((program.block, keys.shape[-1]), jnp.float32)
+            state, dw, now = _unread_weights(program, weights, keys, values, dy, index, state, add, nothing)
+            program.store_latents(dweights, program.rows(index), dw)
+            return state, jnp.maximum(unsafe, now)
+
+        def backwards(step, carry):
+            later, unsafe = carry
+            block = blocks - 1 - step
+            before = [_load(x.at[block], program.latents) for x in (peaks, masses)]
+            index = chunk * blocks + block
+            later, now = _unread_block(last, weights, keys, values, dy, dweights, index, before, later, dkeys, dvalues)
+            return later, jnp.maximum(unsafe, now)
+
+        state = program.load_state(average, peak, mass, index=chunk)
+        _, unsafe = lax.fori_loop(0, blocks, forwards, (state, unsafe))
+        program.wait()
+        # Between chunks they stay in memory, and leave their registers to others.
+        later = last.load_state(pull, push)
+        later, unsafe = lax.fori_loop(0, blocks, backwards, (later, unsafe))
+        last.store_state((pull, push), *later)
+        program.wait()
+        return unsafe
+
+    last.store_state((pull, push), *last.load_state(later_pull, later_push))
+    return lax.fori_loop(0, chunks, read, 0)
+
+
+def _unread_block(program, weights, keys, values, dy, dweights, index, before, later, dkeys, dvalues):
+    """The cotangents of a block's keys and values, from H and c after it; H and c before it."""
+    pull, push = later
+    block = _block(program, keys, index, *before)
+    v = program.load(values, program.rows(index))
+
+    def look(token=None):
+        rows = program.rows(index, token)
+        targets, g = _targets(program, index, token), program.load(dy, rows)
+        agreement = program.dots(g, v) * targets.sees
+        w, dw = program.load_latents(weights, rows), program.load_latents(dweights, rows)
+        return targets, w, dw, g, agreement
+
+    def add(sums, targets, w, dw, g, agreement, reference, inverse_mass):
+        dk, dv, pull, push = sums
+        share, token_mass = w * inverse_mass, block.token_mass(reference)
+        mixing = program.dot(share, token_mass, 1, 1) * targets.sees
+        dmass = program.dot(agreement, share, 0, 0) - program.dot(targets.sees, share * dw, 0, 0)
+        start_share = targets.continues * share * _mass(block.peak, reference)[None]
+        return (
+            dk + dmass * token_mass,
+            [x + program.dot(mixing, g_part, 0, 0) for x, g_part in zip(dv, g, strict=True)],
+            [x + program.dot(start_share, g_part, 0, 0) for x, g_part in zip(pull, g, strict=True)],
+            push - (start_share * dw).sum(axis=0),
+        )
+
+    last_peak = block.last_peak()
+    last_mass = block.lasts * block.token_mass(last_peak)
+    dk = last_mass * (program.dots(v, pull) + push[None])
+    dv = [program.dot(last_mass, x, 1, 0) for x in pull]
+    kept = block.joined * _mass(block.peak, last_peak)
+    sums = dk, dv, _scale(kept, pull), kept * push
+    (dk, dv, pull, push), unsafe = _for_each_reference(block, look(), look, add, sums)
+    program.store_latents(dkeys, program.rows(index), dk)
+    program.store(dvalues, program.rows(index), dv)
+    return (pull, push), unsafe
+
+
+def _carry(program, added_average, added_peak, added_mass, average, peak, mass, *states):
+    """The states before each piece."""
     widths = _carried(program)
 
     def load(index):
@@ -552,7 +667,7 @@ def _carry(program, added_average, added_peak, added_mass, average, peak, mass, 
 
     def add(index, added, state):
         (new_average, new_peak, new_mass, joined), (average, peak, mass) = added, state
-        _store_state([x.at[index] for x in (averages, peaks, masses)], state, widths)
+        _store_state([x.at[index] for x in states], state, widths)
         average = jnp.where(joined, average, 0.0)
         peak, mass = jnp.where(joined, peak, LOWEST), jnp.where(joined, mass, 0.0)
         last_peak = jnp.maximum(peak, new_peak)
@@ -562,55 +677,56 @@ def _carry(program, added_average, added_peak, added_mass, average, peak, mass, 
         # As a step towards the new average: two rounded shares would not add up to one, and the average would drift.
         return average + share[:, None] * (new_average - average), last_peak, last_mass
 
-    first, peak, mass = _load_state((average, peak, mass), widths)
-    # An empty state has no average, whatever stands in its place.
-    first = jnp.where(mass[:, None] > 0, first, 0.0)
-    _store_state(last, _one_after_another(averages.shape[0], load, add, (first, peak, mass)), widths)
+    first = _load_state([x.at[_traced(0)] for x in (average, peak, mass)], widths)
+    others = added_average.shape[0]
+    last = _one_after_another(others, load, add, first)
+    _store_state([x.at[_traced(others)] for x in states], last, widths)
 
 
-def _carry_back(program, added_pull, added_push, peak, next_peak, pull, push, pulls, pushes, first_pull, first_push):
-    """H and c after each chunk and before the first."""
+def _carry_back(program, added_pull, added_push, peaks, last_pull, last_push, pulls, pushes):
+    """H and c after each piece."""
     latents, width = _carried(program)
-    chunks = pulls.shape[0]
+    others = added_pull.shape[0]
 
     def load(step):
-        index = chunks - 1 - step
-        kept = _mass(_load(peak.at[index], latents), _load(next_peak.at[index], latents))
-        kept = jnp.where(_joined(program, index), kept, 0.0)
+        index = others - 1 - step
+        # What is asked is of the second piece and on.
+        kept = _mass(_load(peaks.at[index + 1], latents), _load(peaks.at[index + 2], latents))
+        kept = jnp.where(_joined(program, index + 1), kept, 0.0)
         return _load(added_pull.at[index], latents, width), _load(added_push.at[index], latents), kept
+
+    def store(index, pull, push):
+        _store(pulls.at[index], pull, latents, width)
+        _store(pushes.at[index], push, latents)
 
     def add(step, added, later):
         (new_pull, new_push, kept), (pull, push) = added, later
-        index = chunks - 1 - step
-        _store(pulls.at[index], pull, latents, width)
-        _store(pushes.at[index], push, latents)
+        store(others - step, pull, push)
         return new_pull + kept[:, None] * pull, new_push + kept * push
 
-    last = _load(pull, latents, width), _load(push, latents)
-    pull_sum, push_sum = _one_after_another(chunks, load, add, last)
-    _store(first_pull, pull_sum, latents, width)
-    _store(first_push, push_sum, latents)
+    last = _load(last_pull.at[_traced(0)], latents, width), _load(last_push.at[_traced(0)], latents)
+    store(_traced(0), *_one_after_another(others, load, add, last))
 
 
-def _one_after_another(chunks, load, add, carry):
-    """Go along the chunks. What does not depend on the carry is loaded ahead, so that not every chunk has to wait."""
+def _one_after_another(pieces, load, add, carry):
+    """Go along the pieces. What does not depend on the carry is loaded ahead, so that not every piece has to wait."""
 
     def several(start, count, carry):
         for index, x in [(start + i, load(start + i)) for i in range(count)]:
             carry = add(index, x, carry)
         return carry
 
-    groups = chunks // AHEAD
+    groups = pieces // AHEAD
     carry = lax.fori_loop(0, groups, lambda group, carry: several(group * AHEAD, AHEAD, carry), carry)
-    return lax.fori_loop(groups * AHEAD, chunks, lambda index, carry: several(index, 1, carry), carry)
+    return lax.fori_loop(groups * AHEAD, pieces, lambda index, carry: several(index, 1, carry), carry)
 
 
 def _joined(program, index):
-    """Tell whether the document before a chunk goes on to its end."""
+    """Tell whether the document before a piece goes on to its end."""
     if program.ids is None:
         return True
-    start = index * program.chunk
-    return program.ids[jnp.maximum(start - 1, 0)] == program.ids[start + program.chunk - 1]
+    start = index * program.piece
+    return program.ids[jnp.maximum(start - 1, 0)] == program.ids[start + program.piece - 1]
 
 
 def _carried(program):
@@ -628,6 +744,11 @@ def _store_state(refs, state, widths):
     _store(refs[0], state[0], *widths)
     for ref, x in zip(refs[1:], state[1:], strict=True):
         _store(ref, x, widths[0])
+
+
+def _traced(index):
+    """The interpreter takes no index that is known before."""
+    return jnp.full((), index, jnp.int32)
 
 
 def _load(ref, *sizes, other=0.0):
@@ -665,6 +786,6 @@ def _scale(factors, parts):
     return [factors[:, None] * x for x in parts]
 
 
-def _padded(size: int) -> int:
+def _padded(size: int, least: int = 16) -> int:
     """Tiles are powers of two, and those of products at least 16."""
-    return max(16, pl.next_power_of_2(size))
+    return max(least, pl.next_power_of_2(size))

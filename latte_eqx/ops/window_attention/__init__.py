@@ -15,7 +15,7 @@ from latte_eqx.ops.dispatch import DEFAULTS, Implementation, select
 from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.validation import check_broadcasts, check_mask
 from latte_eqx.ops.window_attention.chunked import LOGITS_PER_GPU_STEP, chunked
-from latte_eqx.ops.window_attention.pallas_tpu import LANES, Plan, pallas_tpu, plan_or_reason
+from latte_eqx.ops.window_attention.pallas_tpu import Plan, pallas_tpu, plan_or_reason
 from latte_eqx.ops.window_attention.reference import reference
 
 IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "pallas": pallas_tpu}
@@ -102,8 +102,7 @@ def automatic(
         return default(queries, keys, values, *labels)
     platforms = {"default": default, "cuda": partial(default, logits_per_step=LOGITS_PER_GPU_STEP)}
     plan = plan_or_reason(queries, keys, values, window=window, causal=causal)
-    is_wide = queries.shape[-1] > LANES // 2
-    if DEFAULTS["window_attention"]["tpu"].implementation == "pallas" and isinstance(plan, Plan) and is_wide:
+    if DEFAULTS["window_attention"]["tpu"].implementation == "pallas" and isinstance(plan, Plan):
         platforms["tpu"] = partial(pallas_tpu, **settings)
     return choose_when_compiled(**platforms)(queries, keys, values, *labels)
 

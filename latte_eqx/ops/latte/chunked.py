@@ -86,7 +86,7 @@ def backward(
             dafter, after, gradients = carry
             index, before = step
             chunk = _chunk(weights, keys, values, segment_ids, before, index, shape)
-            cotangents = _slice(dy, index, shape), dafter
+            cotangents = _slice(dy, index, shape).astype(jnp.float32), dafter
             new, dbefore = chunk.choose(
                 may_be_steep,
                 lambda: _unread_chunk(chunk, after, *cotangents),
@@ -159,8 +159,9 @@ def _as_steep_as(what_matters: Callable[..., Any]) -> Callable[[Callable[..., An
 class _Chunk(NamedTuple):
     """The tokens of a chunk in blocks, the state before them, who sees whom, and the masses relative to `reference`.
 
-    Arrays of tokens have the axes (block, token, feature). A token sees the earlier tokens of its own block one by one;
-    of what was before the block it sees sums, in which the state counts as block 0.
+    Arrays of tokens have the axes (block, *batch, token, feature): what blocks have in common is then added up without
+    moving anything. A token sees the earlier tokens of its own block one by one; of what was before the block it sees
+    sums, in which the state counts as block 0.
     """
 
     weights: Array
@@ -168,30 +169,30 @@ class _Chunk(NamedTuple):
     values: Array
     segment_ids: Array | None
     state: LatteState
-    sees: Array  # (block, target, source) is 1 where the source is not later and of the same document
-    joins: Array  # (block + 1, source block) is 1 where the source's last document goes on to the target's start
-    continues: Array | float  # (block, token, 1) is 1 in the document that the block before ends in
-    lasts: Array | float  # (block, token, 1) is 1 in the document that the block ends in
-    reference: Array  # (latents)
-    mass: Array  # (block, token, latents)
-    state_mass: Array  # (latents)
-    seen_mass: Array  # (block, token, latents)
-    last_mass: Array  # (latents)
+    sees: Array  # (block, *batch, target, source) is 1 where the source is not later and of the same document
+    joins: Array  # (*batch, block + 1, source) is 1 where the source's last document goes on to the block's start
+    continues: Array | float  # (block, *batch, token, 1) is 1 in the document that the block before ends in
+    lasts: Array | float  # (block, *batch, token, 1) is 1 in the document that the block ends in
+    reference: Array  # (*batch, latents)
+    mass: Array  # (block, *batch, token, latents)
+    state_mass: Array  # (*batch, latents)
+    seen_mass: Array  # (block, *batch, token, latents)
+    last_mass: Array  # (*batch, latents)
 
     def choose(self, may_be_steep, together, one_by_one):
         """Take the tokens together if every one that has seen a key has a mass far from underflow."""
         if not may_be_steep:
             return together()
         small = self.seen_mass < SMALLEST_MASS
-        steep = jnp.any(small & (self.keys > -jnp.inf)) | jnp.any(small[..., 0, 0, :] & (self.state.mass > 0))
+        steep = jnp.any(small & (self.keys > -jnp.inf)) | jnp.any(small[0, ..., 0, :] & (self.state.mass > 0))
         return lax.cond(steep, one_by_one, together)
 
     def last_peak(self):
         """Return the largest key of the document that the chunk ends in."""
         if self.segment_ids is None:
             return self.reference
-        lasts = (self.segment_ids == self.segment_ids[..., -1:, -1:])[..., None]
-        peak = jnp.where(lasts, self.keys, LOWEST).max(axis=(-3, -2))
+        lasts = (self.segment_ids == self.segment_ids[-1:, ..., -1:])[..., None]
+        peak = jnp.where(lasts, self.keys, LOWEST).max(axis=(0, -2))
         return jnp.maximum(peak, jnp.where(self.joins[..., -1, :1] > 0, self.state.peak, LOWEST))
 
     def last_scale(self, peak):
@@ -200,38 +201,33 @@ class _Chunk(NamedTuple):
             return 1.0
         return jnp.exp(jnp.where(self.last_mass > 0, self.reference - peak, 0))
 
-    def sums(self):
-        """Return what the tokens of each block see of what was before it, and last what the chunk leaves behind."""
-        old = (self.state_mass[..., None] * self.state.average)[..., None, :, :]
-        return _join(self.joins, jnp.concatenate([old, _sum_tokens(self.lasts * self.mass, self.values)], axis=-3))
-
 
 def _chunk(weights, keys, values, segment_ids, state, index, shape):
     block, blocks = shape
-    weights, keys, values = (_slice(x, index, shape) for x in (weights, keys, values))
-    ones = (1,) * (keys.ndim - 3)
-    sees = jnp.tril(jnp.ones((block, block), jnp.float32)).reshape(*ones, 1, block, block)
-    joins = jnp.tril(jnp.ones((blocks + 1, blocks + 1), jnp.float32)).reshape(*ones, blocks + 1, blocks + 1)
+    weights, keys, values = (_slice(x, index, shape).astype(jnp.float32) for x in (weights, keys, values))
+    sees = jnp.tril(jnp.ones((block, block), jnp.float32)).reshape((1,) * (keys.ndim - 2) + (block, block))
+    joins = jnp.tril(jnp.ones((blocks + 1, blocks + 1), jnp.float32))
     continues = lasts = 1.0
     if segment_ids is not None:
         start = index * block * blocks
         before = lax.dynamic_slice_in_dim(segment_ids, jnp.maximum(start - 1, 0), 1, axis=-1)
-        segment_ids = lax.dynamic_slice_in_dim(segment_ids, start, block * blocks, axis=-1)
-        segment_ids = segment_ids.reshape(*segment_ids.shape[:-1], blocks, block)
-        ends = jnp.concatenate([before, segment_ids[..., -1]], axis=-1)
+        segment_ids = _slice(segment_ids[..., None], index, shape)[..., 0]
+        ends = jnp.concatenate([before, jnp.moveaxis(segment_ids[..., -1], 0, -1)], axis=-1)
         sees *= (segment_ids[..., :, None] == segment_ids[..., None, :]).astype(jnp.float32)
+        joins = joins.reshape((1,) * (ends.ndim - 1) + joins.shape)
         joins *= (ends[..., :, None] == ends[..., None, :]).astype(jnp.float32)
-        continues = (segment_ids == ends[..., :-1, None])[..., None].astype(jnp.float32)
+        earlier = jnp.moveaxis(ends[..., :-1], -1, 0)
+        continues = (segment_ids == earlier[..., None])[..., None].astype(jnp.float32)
         lasts = (segment_ids == segment_ids[..., -1:])[..., None].astype(jnp.float32)
         # A first token that begins a document finds an empty state.
-        kept = continues[..., 0, 0, :] > 0
+        kept = continues[0, ..., 0, :] > 0
         state = LatteState(state.average, jnp.where(kept, state.peak, LOWEST), jnp.where(kept, state.mass, 0))
-    reference = jnp.maximum(keys.max(axis=(-3, -2)), state.peak)
-    mass = jnp.exp(keys - reference[..., None, None, :])
+    reference = jnp.maximum(keys.max(axis=(0, -2)), state.peak)
+    mass = jnp.exp(keys - reference[None, ..., None, :])
     state_mass = state.mass * jnp.exp(state.peak - reference)
-    block_mass = jnp.concatenate([state_mass[..., None, :], (lasts * mass).sum(axis=-2)], axis=-2)
-    carried_mass = jnp.matmul(joins, block_mass, precision=lax.Precision.HIGHEST)
-    seen_mass = _sum_block(sees, mass) + continues * carried_mass[..., :-1, None, :]
+    block_mass = jnp.concatenate([state_mass[None], (lasts * mass).sum(axis=-2)])
+    carried_mass = _join(joins, block_mass)
+    seen_mass = _sum_block(sees, mass) + continues * carried_mass[:-1, ..., None, :]
     return _Chunk(
         weights,
         keys,
@@ -246,45 +242,49 @@ def _chunk(weights, keys, values, segment_ids, state, index, shape):
         mass,
         state_mass,
         seen_mass,
-        carried_mass[..., -1, :],
+        carried_mass[-1],
     )
 
 
 def _read_chunk(chunk: _Chunk):
     share = divide(chunk.weights, chunk.seen_mass)
-    mixing = jnp.einsum("...tl,...sl->...ts", share, chunk.mass) * chunk.sees
-    sums = chunk.sums()
-    y = mixing @ chunk.values + (chunk.continues * share) @ sums[..., :-1, :, :]
+    mixing = _outer(share, chunk.mass) * chunk.sees
+    old = (chunk.state_mass[..., None] * chunk.state.average)[None]
+    sums = jnp.concatenate([old, _transpose(chunk.lasts * chunk.mass) @ chunk.values])
+    y = mixing @ chunk.values + (chunk.continues * share) @ _join(chunk.joins[..., :-1, :], sums)
     peak = chunk.last_peak()
-    average = divide(1.0, chunk.last_mass)[..., None] * sums[..., -1, :, :]
+    average = divide(1.0, chunk.last_mass)[..., None] * _join(chunk.joins[..., -1:, :], sums)[0]
     return _flatten(y), LatteState(average, peak, chunk.last_mass * chunk.last_scale(peak))
 
 
 def _unread_chunk(chunk: _Chunk, after: LatteState, dy, dafter: LatteState):
     share = divide(chunk.weights, chunk.seen_mass)
-    mixing = jnp.einsum("...tl,...sl->...ts", share, chunk.mass) * chunk.sees
-    agreement = jnp.einsum("...td,...sd->...ts", dy, chunk.values) * chunk.sees
-    sums = chunk.sums()[..., :-1, :, :]
+    mixed = _outer(chunk.mass, share) * chunk.sees.swapaxes(-1, -2)
+    values_across = _transpose(chunk.values)
+    agreement = dy @ values_across * chunk.sees
+    # Sums per block lie here as (dim, latents), as both products with them want it.
+    old = (chunk.state_mass[..., None] * chunk.state.average).swapaxes(-1, -2)[None]
+    token_sums = values_across @ (chunk.lasts * chunk.mass)
+    sums = _join(chunk.joins[..., :-1, :], jnp.concatenate([old, token_sums]))
 
     dlast_sum = divide(1.0, chunk.last_mass)[..., None] * dafter.average
     dlast_mass = chunk.last_scale(after.peak) * dafter.mass
     dlast_mass -= divide((dafter.average * after.average).sum(axis=-1), chunk.last_mass)
 
-    dshare = agreement @ chunk.mass + chunk.continues * jnp.einsum("...td,...ld->...tl", dy, sums)
+    dshare = agreement @ chunk.mass + chunk.continues * (dy @ sums)
     dweights = divide(dshare, chunk.seen_mass)
     dseen_mass = -dweights * share
-    dcarried_mass = jnp.concatenate([(chunk.continues * dseen_mass).sum(axis=-2), dlast_mass[..., None, :]], axis=-2)
-    dsums = jnp.concatenate([_sum_tokens(chunk.continues * share, dy), dlast_sum[..., None, :, :]], axis=-3)
+    dcarried_mass = jnp.concatenate([(chunk.continues * dseen_mass).sum(axis=-2), dlast_mass[None]])
+    dsums = jnp.concatenate([_transpose(chunk.continues * share) @ dy, dlast_sum[None]])
     backwards = chunk.joins.swapaxes(-1, -2)
-    dblock_mass = jnp.matmul(backwards, dcarried_mass, precision=lax.Precision.HIGHEST)
-    dblock_sum = _join(backwards, dsums)
-    dold_sum, dtoken_sum = dblock_sum[..., 0, :, :], dblock_sum[..., 1:, :, :]
+    dblock_mass = _join(backwards, dcarried_mass)
+    dold_sum, dtoken_sum = _join(backwards[..., :1, :], dsums)[0], _join(backwards[..., 1:, :], dsums)
 
-    dmass = _sum_block(chunk.sees.swapaxes(-1, -2), dseen_mass) + _sum_tokens(agreement, share)
-    dmass += chunk.lasts * (jnp.einsum("...sd,...ld->...sl", chunk.values, dtoken_sum) + dblock_mass[..., 1:, None, :])
-    dvalues = _sum_tokens(mixing, dy) + (chunk.lasts * chunk.mass) @ dtoken_sum
+    dmass = _sum_block(chunk.sees.swapaxes(-1, -2), dseen_mass) + _transpose(agreement) @ share
+    dmass += chunk.lasts * (_outer(chunk.values, dtoken_sum) + dblock_mass[1:, ..., None, :])
+    dvalues = mixed @ dy + (chunk.lasts * chunk.mass) @ dtoken_sum
 
-    dstate_mass = dblock_mass[..., 0, :] + (dold_sum * chunk.state.average).sum(axis=-1)
+    dstate_mass = dblock_mass[0] + (dold_sum * chunk.state.average).sum(axis=-1)
     dstate = LatteState(
         chunk.state_mass[..., None] * dold_sum,
         chunk.state_mass * dstate_mass,
@@ -299,17 +299,15 @@ def _read_tokens(chunk: _Chunk):
     starts, ids = None, chunk.segment_ids
     if ids is not None:
         # The state has met the first token's document already.
-        starts = segment_starts(ids.reshape(*ids.shape[:-2], -1)).reshape(ids.shape)
-        starts = jnp.moveaxis(starts, -2, 0)
+        starts = _cut(segment_starts(_flatten(ids[..., None])[..., 0])[..., None], ids.shape[0])[..., 0]
 
     def read(state, block):
         weights, keys, values, starts = block
         y, state = scan.read_tokens(weights, keys, values, starts, state)
         return state, y
 
-    blocks = tuple(jnp.moveaxis(x, -3, 0) for x in (chunk.weights, chunk.keys, chunk.values))
-    state, y = lax.scan(jax.checkpoint(read), chunk.state, (*blocks, starts))
-    return _flatten(jnp.moveaxis(y, 0, -3)), state
+    state, y = lax.scan(jax.checkpoint(read), chunk.state, (chunk.weights, chunk.keys, chunk.values, starts))
+    return _flatten(y), state
 
 
 @jax.named_scope(TOKEN_BY_TOKEN)
@@ -322,30 +320,38 @@ def _unread_tokens(chunk: _Chunk, dy, dafter: LatteState):
     _, pull_back = jax.vjp(read, chunk.weights, chunk.keys, chunk.values, chunk.state)
     *dtokens, dstate = pull_back((_flatten(dy), dafter))
     if isinstance(chunk.continues, Array):
-        kept = chunk.continues[..., 0, 0, :]
+        kept = chunk.continues[0, ..., 0, :]
         dstate = LatteState(kept[..., None] * dstate.average, kept * dstate.peak, kept * dstate.mass)
     return tuple(map(_flatten, dtokens)), dstate
 
 
 def _slice(x, index, shape):
-    """Cut a chunk, with an axis for its blocks."""
+    """Cut a chunk, with its blocks as the first axis."""
     block, blocks = shape
     x = lax.dynamic_slice_in_dim(x, index * block * blocks, block * blocks, axis=-2)
-    return x.reshape(*x.shape[:-2], blocks, block, x.shape[-1]).astype(jnp.float32)
+    return _cut(x, blocks)
 
 
 def _put(x, new, index):
     return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index * new.shape[-2], axis=-2)
 
 
+def _cut(x, blocks):
+    return jnp.moveaxis(x.reshape(*x.shape[:-2], blocks, x.shape[-2] // blocks, x.shape[-1]), -3, 0)
+
+
 def _flatten(x):
+    x = jnp.moveaxis(x, 0, -3)
     return x.reshape(*x.shape[:-3], x.shape[-3] * x.shape[-2], x.shape[-1])
 
 
 def _join(joins, sums):
     """Add up what the blocks have in common."""
-    flat = sums.reshape(*sums.shape[:-2], sums.shape[-2] * sums.shape[-1])
-    return jnp.matmul(joins, flat, precision=lax.Precision.HIGHEST).reshape(sums.shape)
+    if joins.ndim == 2:
+        return jnp.tensordot(joins, sums, 1, precision=lax.Precision.HIGHEST)
+    flat = jnp.moveaxis(sums.reshape(*sums.shape[: joins.ndim - 1], -1), 0, -2)
+    joined = jnp.moveaxis(jnp.matmul(joins, flat, precision=lax.Precision.HIGHEST), -2, 0)
+    return joined.reshape(joins.shape[-2], *sums.shape[1:])
 
 
 def _sum_block(sees, x):
@@ -356,7 +362,11 @@ def _sum_block(sees, x):
     return jnp.matmul(sees, x, precision=lax.Precision.HIGHEST)
 
 
-def _sum_tokens(x, y):
-    """The product of `x`, transposed, and `y`: a sum over the tokens of both."""
-    # Left alone, the transposition would be merged into the product, which is slower on CPUs than a copy.
-    return lax.optimization_barrier(x.swapaxes(-1, -2)) @ y
+def _outer(x, y):
+    """The products of the tokens of `x` with those of `y`."""
+    return jnp.einsum("...tf,...sf->...ts", x, y)
+
+
+def _transpose(x):
+    # Left alone, the transposition would be merged into the product that follows, which is slower on CPUs than a copy.
+    return lax.optimization_barrier(x.swapaxes(-1, -2))

@@ -125,13 +125,17 @@ def costs(op: str, seq: int, implementation: str, where: Target) -> tuple[Cost, 
 
 
 def cost(function: Any, arguments: Any, ideal: int, where: Target) -> Cost:
-    compiled = where.compile(function, *arguments)
+    kernels = []
+    if where.platform == "cuda":
+        compiled, kernels = where.compile_kernels(function, *arguments)
+    else:
+        compiled = where.compile(function, *arguments)
     text, memory = compiled.as_text(), compiled.memory_analysis()
     assert text is not None
     assert memory is not None
     flops = product_flops(function.trace(*arguments).jaxpr.jaxpr, where.platform)
     used = re.findall(r'used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', text)
-    on_chip = max(map(int, used), default=None)
+    on_chip = max([*map(int, used), *(kernel.shared_memory for kernel in kernels)], default=None)
     return Cost(
         Program(text, without=TOKEN_BY_TOKEN).memory_traffic(), ideal, flops, memory.temp_size_in_bytes, on_chip
     )
@@ -192,7 +196,7 @@ def compare_implementations(arguments: Arguments) -> None:
                         f"{backward.moved / 1e6:.1f} MB, {backward.ratio:.2f}x",
                         f"{forward.flops / 1e9:.1f}", f"{backward.flops / 1e9:.1f}",
                         f"{backward.temporary / 1e6:.1f} MB",
-                        f"{backward.on_chip / 1e6:.1f} MB" if backward.on_chip else "-",
+                        f"{backward.on_chip / 1e3:.0f} kB" if backward.on_chip else "-",
                     ))  # fmt: skip
         header = (
             "op", "tokens", "implementation", "forward moves, x ideal", "backward moves, x ideal",

@@ -90,7 +90,6 @@ CASES = [
     ("config(init='zeros')", "ValueError", ["`init`", "'zeros'", "'lecun'"]),
     ("model(style='++')", "ValueError", ["`style`", "'++'"]),
     ("config(mixer='r_swa', causal=False)", "ValueError", ["`causal`", "'r_swa'"]),
-    ("config(mixer='linear_attention', causal=False)", "ValueError", ["`causal`", "'linear_attention'"]),
     ("model(causal=False)", "ValueError", ["`causal`", "causal=False"]),
     ("model(dropout=1.0)", "ValueError", ["`dropout`", "dropout=1.0"]),
     ("model(dropout=-0.1)", "ValueError", ["`dropout`", "dropout=-0.1"]),

@@ -97,11 +97,12 @@ class Target:
         with _no_compilation_cache(), _flags_for_tpus() if self.platform == "tpu" else nullcontext():
             return lowered.compile(compiler_options=options)
 
-    def gpu_kernels(self, function: Any, *arguments: Any) -> "list[GpuKernel]":
-        """Compile for a GPU, and return what its assembler says of each kernel."""
+    def compile_kernels(self, function: Any, *arguments: Any) -> "tuple[jax.stages.Compiled, list[GpuKernel]]":
+        """Compile for a GPU, and return as well what the compilers say of each kernel."""
         with tempfile.TemporaryDirectory() as directory:
-            self.compile(function, *arguments, xla_dump_to=directory)
-            return [kernel for path in sorted(Path(directory).glob("*.ptx")) for kernel in _assemble(path)]
+            compiled = self.compile(function, *arguments, xla_dump_to=directory, xla_dump_emitter_re=".*triton.*")
+            paths = sorted(Path(directory).glob("*.ptx"))
+            return compiled, [kernel for path in paths for kernel in _assemble(path)]
 
 
 class GpuKernel(NamedTuple):
@@ -218,7 +219,7 @@ def _cuda_directory() -> Path:
 
 
 def _assemble(path: Path) -> Iterator[GpuKernel]:
-    """Assemble a file once more, asking for a report; memory that is shared when a kernel starts is not in it."""
+    """Assemble a file once more, asking for a report; what memory Pallas' kernels share, Triton has noted beside it."""
     found = re.search(r"^\.target (\w+)", path.read_text(), re.MULTILINE)
     # Of a program whose kernels are all written by hand, a file without any is left.
     if found is None:
@@ -227,10 +228,12 @@ def _assemble(path: Path) -> Iterator[GpuKernel]:
     command = [_cuda_directory() / "bin" / "ptxas", "-v", "-arch", architecture, path, "-o", path.with_suffix(".cubin")]
     report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     for part in report.split("Compiling entry function ")[1:]:
-        count = lambda pattern, part=part: sum(map(int, re.findall(pattern, part)))
+        name, count = part.split("'")[1], lambda pattern, part=part: sum(map(int, re.findall(pattern, part)))
+        notes = "".join(note.read_text() for note in path.parent.glob(f"*.{name}.triton-to-llvm.txt"))
+        shared = max(map(int, re.findall(r"ttg\.shared = (\d+)", notes)), default=0)
         yield GpuKernel(
-            part.split("'")[1],
+            name,
             count(r"Used (\d+) registers"),
-            count(r"(\d+) bytes smem"),
+            count(r"(\d+) bytes smem") + shared,
             count(r"(\d+) bytes spill"),
         )

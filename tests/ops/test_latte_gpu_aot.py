@@ -14,6 +14,7 @@ from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte import chunked, pallas_gpu
 from latte_eqx.ops.latte.state import LatteState
 from tests.aot import target_or_skip
+from train.hardware import GPU_TRAITS
 
 # Compiled as users compile.
 pytestmark = [pytest.mark.gpu_aot, pytest.mark.usefixtures("optimized")]
@@ -63,13 +64,14 @@ def abstract_arrays(device, latents, dim, seq, dtype, packed):
 def test_kernels(kind, setting):
     """All that a thread knows stays in registers, but for kernels that are rarely run."""
     target = target_or_skip(f"{kind}:1")
-    kernels = target.gpu_kernels(jax.jit(both_passes), *abstract_arrays(target.devices[0], *setting))
+    _, kernels = target.compile_kernels(jax.jit(both_passes), *abstract_arrays(target.devices[0], *setting))
     kernels = {kernel.name: kernel for kernel in kernels if kernel.name.startswith("latte")}
     assert set(kernels) == FAST | EXACT
     _, dim, _, dtype, _ = setting
     # Without matrix units, the last kernel's products of so wide factors leave a few addresses no register.
     most = {"latte_unread": 32} if (dim, dtype) == (256, "float32") else {}
     assert all(kernels[name].spilled <= most.get(name, 0) for name in FAST), kernels
+    assert 0 < max(kernel.shared_memory for kernel in kernels.values()) <= GPU_TRAITS[kind]["shared_optin"]
 
 
 @pytest.mark.parametrize(("rows", "kernels"), [(1, 9), (64, 4)], ids=["pieces", "whole rows"])

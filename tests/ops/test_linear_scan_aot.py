@@ -63,6 +63,7 @@ def test_tpu(kind, setting):
 def test_gpu(kind, setting):
     """All that a thread knows stays in registers."""
     target, arrays = abstract_arrays(f"{kind}:1", setting)
-    kernels = [x for x in target.gpu_kernels(jax.jit(both_passes), *arrays) if "linear_scan" in x.name]
+    _, kernels = target.compile_kernels(jax.jit(both_passes), *arrays)
+    kernels = [x for x in kernels if "linear_scan" in x.name]
     assert len(kernels) == SETTINGS[setting][-1]
     assert not any(kernel.spilled for kernel in kernels), kernels

@@ -31,7 +31,7 @@ from jax.sharding import SingleDeviceSharding
 from latte_eqx.ops import latte_causal, linear_scan, window_attention
 from latte_eqx.ops.dispatch import DEFAULTS
 from latte_eqx.ops.latte.passes import TOKEN_BY_TOKEN
-from train.hardware import Target, target
+from train.hardware import GpuKernel, Target, target
 from train.hlo import Program
 
 TOKENS, HEADS, LATENTS, DIM, WINDOW = 16384, 8, 16, 96, 128
@@ -85,13 +85,14 @@ OPS: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What a program takes: bytes moved, those of its arguments and results alone, FLOPs, and memory on the chip."""
+    """What a program takes: bytes moved, and of arguments and results alone; FLOPs; memory on the chip; kernels."""
 
     moved: int
     ideal: int
     flops: float
     temporary: int
     on_chip: int | None
+    kernels: tuple[GpuKernel, ...]
 
     @property
     def ratio(self) -> float:
@@ -136,9 +137,8 @@ def cost(function: Any, arguments: Any, ideal: int, where: Target) -> Cost:
     flops = product_flops(function.trace(*arguments).jaxpr.jaxpr, where.platform)
     used = re.findall(r'used_scoped_memory_configs":\[\{"memory_space":"1","offset":"0","size":"(\d+)"', text)
     on_chip = max([*map(int, used), *(kernel.shared_memory for kernel in kernels)], default=None)
-    return Cost(
-        Program(text, without=TOKEN_BY_TOKEN).memory_traffic(), ideal, flops, memory.temp_size_in_bytes, on_chip
-    )
+    moved = Program(text, without=TOKEN_BY_TOKEN).memory_traffic()
+    return Cost(moved, ideal, flops, memory.temp_size_in_bytes, on_chip, tuple(kernels))
 
 
 def product_flops(jaxpr: Any, platform: str) -> float:
@@ -181,7 +181,7 @@ def attention_seconds(seq: int, where: Target) -> tuple[float, float]:
 
 def compare_implementations(arguments: Arguments) -> None:
     for name in arguments.targets:
-        where, rows = target(name), []
+        where, rows, kernels = target(name), [], {}
         for op, (_, _, implementations) in OPS.items():
             for seq in arguments.lengths:
                 for implementation in implementations:
@@ -190,6 +190,8 @@ def compare_implementations(arguments: Arguments) -> None:
                     except (ValueError, NotImplementedError) as error:
                         rows.append((op, str(seq), implementation, str(error).splitlines()[0][:60], *[""] * 5))
                         continue
+                    if implementation == "pallas":
+                        kernels |= {(op, seq, kernel.name): kernel for kernel in backward.kernels}
                     rows.append((
                         op, str(seq), implementation,
                         f"{forward.moved / 1e6:.1f} MB, {forward.ratio:.2f}x",
@@ -203,6 +205,18 @@ def compare_implementations(arguments: Arguments) -> None:
             "GFLOPs", "backward", "temporary", "on chip",
         )  # fmt: skip
         print_table(f"{name}: compiled, not timed", header, rows)
+        if kernels:
+            print_kernels(name, kernels)
+
+
+def print_kernels(name: str, kernels: dict[tuple[str, int, str], GpuKernel]) -> None:
+    """Say what the kernels take of a multiprocessor: what their block sizes were chosen by."""
+    rows = [
+        (op, str(seq), kernel.name, str(kernel.registers), f"{kernel.shared_memory / 1e3:.1f} kB", str(kernel.spilled))
+        for (op, seq, _), kernel in kernels.items()
+    ]
+    header = ("op", "tokens", "kernel", "registers of a thread", "shared memory", "bytes spilled")
+    print_table(f"{name}: kernels; those called exact run for steep keys alone", header, rows)
 
 
 def bound_layers(arguments: Arguments) -> dict[str, list[tuple[float, float]]]:

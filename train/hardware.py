@@ -99,6 +99,8 @@ class Target:
 
     def compile_kernels(self, function: Any, *arguments: Any) -> "tuple[jax.stages.Compiled, list[GpuKernel]]":
         """Compile for a GPU, and return as well what the compilers say of each kernel."""
+        # Otherwise LLVM would look up, for minutes, the names of functions of its own that nobody reads.
+        os.environ.setdefault("LLVM_DISABLE_SYMBOLIZATION", "1")
         with tempfile.TemporaryDirectory() as directory:
             compiled = self.compile(function, *arguments, xla_dump_to=directory, xla_dump_emitter_re=".*triton.*")
             paths = sorted(Path(directory).glob("*.ptx"))

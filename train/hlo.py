@@ -139,22 +139,35 @@ class Program:
         """Of arrays that are only sliced, and of ones that are updated in place, the slice counts."""
         (name,) = fusion.called("calls")
         inside = self.computations[name]
-        root = next(x for x in inside.values() if x.line.lstrip().startswith("ROOT"))
-        results = [inside[x] for x in root.operands] if root.operation == "tuple" else [root]
-        total = 0
-        for result in results:
-            is_update = result.operation == "dynamic-update-slice"
-            total += _size(inside[result.operands[1]].shape if is_update else result.shape)
-        if root.operation != "tuple" and root.operation != "dynamic-update-slice":
+
+        def source(name: str) -> str:
+            """Look through what only names an array differently."""
+            while inside[name].operation == "bitcast":
+                (name,) = inside[name].operands
+            return name
+
+        root = inside[source(next(name for name, x in inside.items() if x.line.lstrip().startswith("ROOT")))]
+        if root.operation in ("tuple", "dynamic-update-slice"):
+            results = [inside[source(x)] for x in root.operands] if root.operation == "tuple" else [root]
+            updated = lambda x: inside[x.operands[1]] if x.operation == "dynamic-update-slice" else x
+            total = sum(_size(updated(result).shape) for result in results)
+        else:
             total = _size(fusion.shape)
         parameters = {int(re.findall(r"parameter\((\d+)\)", x.line)[0]): name
                       for name, x in inside.items() if x.operation == "parameter"}  # fmt: skip
         for index, operand in enumerate(fusion.operands):
-            users = [x for x in inside.values() if parameters[index] in x.operands]
-            if users and all(x.operation == "dynamic-slice" for x in users):
-                total += sum(_size(x.shape) for x in users) if _size(around[operand].shape) else 0
-            elif not all(x.operation == "dynamic-update-slice" and x.operands[0] == parameters[index] for x in users):
+            users = [
+                (x, places)
+                for x in inside.values()
+                if x.operation != "bitcast"
+                and (places := [i for i, y in enumerate(x.operands) if source(y) == parameters[index]])
+            ]
+            slices = [x for x, _ in users if x.operation == "dynamic-slice"]
+            updates = [x for x, places in users if x.operation == "dynamic-update-slice" and places == [0]]
+            if len(slices) + len(updates) < len(users):
                 total += _size(around[operand].shape)
+            elif _size(around[operand].shape):
+                total += sum(_size(x.shape) for x in slices)
         return total
 
 

@@ -1,5 +1,6 @@
 """Open a run to look at what it has learned."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,13 +22,18 @@ class Run(NamedTuple):
     tokenizer: str
 
 
-def restore_run(path: Path, *, step: int | None = None) -> Run:
-    """Restore a checkpoint of a work directory, by default the newest; a run may be writing there meanwhile."""
+def restore_run(path: Path, *, step: int | None = None, change: Callable[[Config], Config] | None = None) -> Run:
+    """Restore a checkpoint of a work directory, by default the newest; a run may be writing there meanwhile.
+
+    What `change` returns takes the place of the run's config; its arrays must stay what they are.
+    """
     workdir = WorkDirectory(path, None)
     values = workdir.read_config()
     if values is None:
         raise FileNotFoundError(f"`workdir` must hold a run, got {path}, which has no config.json.")
     config = from_dict(Config, values)
+    if change is not None:
+        config = change(config)
     if config.data.directory is None:
         raise ValueError(f"The run in {path} must name its data, got no `data.directory`.")
     trainer = make_trainer(config, make_mesh(config.mesh))

@@ -47,14 +47,14 @@ class _Plan(NamedTuple):
     latents: int = 16
 
 
-# What compiles without spilling registers. A block of 32 tokens takes up to 234 of the 255 registers that each of 128
-# threads has; most are addresses in shared memory. Wider values need twice the threads. Products of float32 factors are
-# not for matrix units, and hold whole rows of both factors in registers. So many threads share fewer than 32 latents
-# badly.
-NARROW, WIDE, FLOAT32 = _Plan(32, 128, 4), _Plan(16, 128, 8, latents=32), _Plan(16, 32, 8, latents=32)
-# In the backward pass a block of 32 tokens would spill. Its last kernel holds a cotangent of the values beside one of
-# the state, and takes so many columns at most.
-BACKWARD_BLOCK, LAST_COLUMNS = 16, 64
+# What compiles without spilling registers, in bfloat16 and with up to 128 dims. A block of 32 tokens takes up to 202 of
+# the 255 registers that each of 128 threads has; most are addresses in shared memory. Wider values need twice the
+# threads. Products of float32 factors are not for matrix units, and hold whole rows of both factors in registers. So
+# many threads share fewer than 32 latents badly. Heads of 256 dims, and float32, spill up to 116 bytes in some kernels;
+# with twice the threads they would spill more.
+NARROW, WIDE, FLOAT32 = _Plan(32, 64, 4), _Plan(16, 64, 8, latents=32), _Plan(16, 32, 8, latents=32)
+# In the backward pass a block of 32 tokens would spill, and so would its first kernel with more columns of float32.
+BACKWARD_BLOCK, FLOAT32_ASKED = 16, 16
 # Exact kernels are rarely run.
 EXACT_WARPS = 8
 # The kernels that go along the pieces take so many columns of the state each, and load so many pieces ahead.
@@ -515,7 +515,7 @@ def _read(program, weights, keys, values, average, peak, mass, y, *states):
     def read_chunk(chunk, carry):
         if kept:
             program.store_state(kept, *carry[0], index=chunk)
-        return lax.fori_loop(chunk * blocks, (chunk + 1) * blocks, read, carry)
+        return lax.fori_loop(0, blocks, lambda index, carry: read(chunk * blocks + index, carry), carry)
 
     carry = program.load_state(average, peak, mass), 0
     state, unsafe = lax.fori_loop(0, program.piece // program.chunk, read_chunk, carry)
@@ -552,7 +552,8 @@ def _unread_weights(program, weights, keys, values, dy, index, state, add, sums)
 
 def _ask(program, weights, keys, values, dy, average, peak, mass, pull, push):
     """What a piece asks of the state before it: its own part of H and c there."""
-    program = program._replace(block=BACKWARD_BLOCK)
+    columns = FLOAT32_ASKED if program.dtype == jnp.float32 else program.columns
+    program = program._replace(block=BACKWARD_BLOCK, columns=columns)
     state = first_average, first_peak, _ = program.load_state(average, peak, mass)
 
     def add(sums, targets, share, g, dw, reference):
@@ -579,7 +580,6 @@ def _unread(
     """The cotangents of a piece, from H and c after it; H and c before it."""
     program = program._replace(block=BACKWARD_BLOCK)
     chunks, blocks = program.piece // program.chunk, program.chunk // program.block
-    last = program._replace(columns=min(program.columns, LAST_COLUMNS))
 
     def add(dw, targets, share, g, new_dw, reference):
         return dw + targets.place(new_dw)
@@ -602,20 +602,22 @@ def _unread(
             block = blocks - 1 - step
             before = [_load(x.at[block], program.latents) for x in (peaks, masses)]
             index = chunk * blocks + block
-            later, now = _unread_block(last, weights, keys, values, dy, dweights, index, before, later, dkeys, dvalues)
+            later, now = _unread_block(
+                program, weights, keys, values, dy, dweights, index, before, later, dkeys, dvalues
+            )
             return later, jnp.maximum(unsafe, now)
 
         state = program.load_state(average, peak, mass, index=chunk)
         _, unsafe = lax.fori_loop(0, blocks, forwards, (state, unsafe))
         program.wait()
         # Between chunks they stay in memory, and leave their registers to others.
-        later = last.load_state(pull, push)
+        later = program.load_state(pull, push)
         later, unsafe = lax.fori_loop(0, blocks, backwards, (later, unsafe))
-        last.store_state((pull, push), *later)
+        program.store_state((pull, push), *later)
         program.wait()
         return unsafe
 
-    last.store_state((pull, push), *last.load_state(later_pull, later_push))
+    program.store_state((pull, push), *program.load_state(later_pull, later_push))
     return lax.fori_loop(0, chunks, read, 0)
 
 

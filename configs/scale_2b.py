@@ -7,7 +7,7 @@ for keys and values, and no latents. Tokens: 8.0 billion, 7,629 steps of 256 x 4
     python -m train.compile --config configs/scale_2b.py --topology v5e:4x4 --optim.accumulate 16
     python -m train.compile --config configs/scale_2b.py --topology a100:4 --optim.accumulate 16
 
-All fit, with the same batch: a device needs 12.6 of its 16.9 GB, 12.7 of 16.9, and 30.9 of 85.1. At 256 shards of the
+All fit, with the same batch: a device needs 12.6 of its 16.9 GB, 12.7 of 16.9, and 31.2 of 85.1. At 256 shards of the
 parameters none divides the RG-LRU's gates, 34.5M, which every device then holds whole.
 On a CPU, in minutes: python -m train.main --config configs/scale_2b.py --smoke
 """

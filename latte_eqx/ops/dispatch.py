@@ -21,13 +21,15 @@ NO_KERNELS = Choice("chunked", "kernels are for accelerators")
 DEFAULTS: dict[str, dict[str, Choice]] = {
     "latte_causal": {
         "cpu": NO_KERNELS,
-        "tpu": Choice("pallas", "moves each array once, 'chunked' 1 to 13 times; fewer than 32 tokens: 'chunked'"),
-        "cuda": Choice("pallas", "moves each array 1 to 1.8 times, 'chunked' 20 times or more; below 32 tokens: that"),
+        "tpu": Choice("pallas", "moves each array once, 'chunked' 3 to 8 times; fewer than 32 tokens: 'chunked'"),
+        "cuda": Choice(
+            "pallas", "moves each array 1 to 1.8 times, 'chunked' 10 times; fewer than 32 tokens: 'chunked'"
+        ),
     },
     "linear_scan": {
         "cpu": NO_KERNELS,
-        "tpu": Choice("pallas", "moves each array once, 'chunked' 2 to 5 times; a single token: 'chunked'"),
-        "cuda": Choice("pallas", "moves each array 1 to 1.8 times, 'chunked' 4 to 8 times; a single token: 'chunked'"),
+        "tpu": Choice("pallas", "moves each array once, 'chunked' 3 to 27 times; a single token: 'chunked'"),
+        "cuda": Choice("pallas", "moves each array 1 to 1.7 times, 'chunked' 7 times; a single token: 'chunked'"),
     },
     "window_attention": {
         "cpu": NO_KERNELS,

@@ -15,7 +15,7 @@ from rich.progress import track
 
 from data.loader import open_rows, sequential_batches
 from train.console import plain_errors
-from train.restore import Run, restore_run
+from train.restore import Run, restore_every, restore_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class Arguments:
     """The work directory of the run."""
     step: int | None = None
     """The checkpoint to use; by default the newest."""
+    every_checkpoint: bool = False
+    """Measure all checkpoints that were kept, and print a line for each."""
     data: Path | None = None
     """Prepared data to measure on; by default the run's."""
     split: str = "valid"
@@ -63,16 +65,20 @@ def row_losses(run: Run, batch: dict[str, np.ndarray]) -> list[float]:
 
 
 def main(arguments: Arguments) -> None:
-    """Restore a run and measure it."""
-    run = restore_run(arguments.workdir, step=arguments.step)
+    """Restore a run, or all of its checkpoints, and measure it."""
+    if arguments.every_checkpoint and (arguments.step is not None or arguments.batch is not None):
+        raise ValueError("`--every-checkpoint` must come without `--step` and `--batch`, got one of them.")
     if arguments.batch is not None:
+        run = restore_run(arguments.workdir, step=arguments.step)
         with np.load(arguments.batch) as batch:
             for row, loss in enumerate(row_losses(run, dict(batch))):
                 print(f"row {row}: {loss:.4f} nats per token")
         return
-    directory = arguments.data or run.config.data.directory
-    assert directory is not None
-    print(json.dumps({"step": run.step, **evaluate_stream(run, directory, arguments.split)}))
+    one = lambda: iter([restore_run(arguments.workdir, step=arguments.step)])
+    for run in restore_every(arguments.workdir) if arguments.every_checkpoint else one():
+        directory = arguments.data or run.config.data.directory
+        assert directory is not None
+        print(json.dumps({"step": run.step, **evaluate_stream(run, directory, arguments.split)}))
 
 
 if __name__ == "__main__":

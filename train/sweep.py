@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import matplotlib.pyplot as plt
@@ -25,6 +25,7 @@ import tyro
 from rich.console import Console
 
 from train.console import plain_errors
+from train.metrics import read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +42,9 @@ class Arguments:
     """Seeds to train each of them from."""
     split: str = "test"
     """Which part of the data to measure on, after training."""
+    select: Literal["last", "best"] = "last"
+    """Which checkpoint counts: the last one; or of those that were kept the one that validated best, and beside it, as
+    the paper chooses, the one that is best on the part measured on. `--checkpoint.keep` says how many are kept."""
 
 
 class RunFailed(RuntimeError):
@@ -62,7 +66,7 @@ def run_sweep(arguments: Arguments, options: Sequence[str]) -> dict[str, list[di
 def _run(arguments: Arguments, variant: str, seed: int, workdir: Path, options: Sequence[str]) -> dict[str, Any]:
     path = workdir / "result.json"
     # With other options it would be another run.
-    recipe = {"options": list(options), "split": arguments.split}
+    recipe = {"options": list(options), "split": arguments.split, "select": arguments.select}
     if path.exists():
         result = json.loads(path.read_text())
         if result.pop("recipe") != recipe:
@@ -73,10 +77,25 @@ def _run(arguments: Arguments, variant: str, seed: int, workdir: Path, options: 
     which = ["--config", f"{arguments.config}:{variant}", "--seed", str(seed), "--workdir", str(workdir)]
     _python(["-m", "train.main", *which, *options], log)
     seconds = time.monotonic() - start
-    measured = _python(["-m", "train.evaluate", "--workdir", str(workdir), "--split", arguments.split], log)
-    result = {**json.loads(measured.splitlines()[-1]), "seconds": round(seconds)}
+    every = ["--every-checkpoint"] if arguments.select == "best" else []
+    lines = _python(["-m", "train.evaluate", "--workdir", str(workdir), "--split", arguments.split, *every], log)
+    measured = [json.loads(line) for line in lines.splitlines() if line.startswith("{")]
+    result = measured[-1]
+    if arguments.select == "best":
+        result = select_best(measured, list(read_metrics(workdir / "metrics.jsonl")))
+    result["seconds"] = round(seconds)
     path.write_text(json.dumps({**result, "recipe": recipe}))
     return result
+
+
+def select_best(measured: Sequence[dict[str, Any]], metrics: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return what was measured where the validation loss was lowest, and the best accuracy of all measured."""
+    losses = {record["step"]: record["valid_loss"] for record in metrics if "valid_loss" in record}
+    validated = [scores for scores in measured if scores["step"] in losses]
+    if not validated:
+        raise ValueError("`--select best` must have checkpoints that were validated when they were saved, got none.")
+    chosen = min(validated, key=lambda scores: losses[scores["step"]])
+    return {**chosen, "best_accuracy": max(scores["accuracy"] for scores in measured)}
 
 
 def _python(arguments: Sequence[str], log: Path) -> str:
@@ -95,7 +114,8 @@ def metrics_of(result: dict[str, Any]) -> dict[str, float]:
         return {f"accuracy, group {i}": group["accuracy"] for i, group in enumerate(result["groups"])}
     if "perplexity" in result:
         return {"bits per token": result["bits_per_token"]}
-    return {"accuracy": result["accuracy"]}
+    best = {"accuracy, chosen on it": result["best_accuracy"]} if "best_accuracy" in result else {}
+    return {"accuracy": result["accuracy"], **best}
 
 
 def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -118,6 +138,8 @@ def write_report(arguments: Arguments, options: Sequence[str], results: dict[str
         *map(str, arguments.seeds),
         "--split",
         arguments.split,
+        "--select",
+        arguments.select,
         "--out",
         str(arguments.out),
         *options,

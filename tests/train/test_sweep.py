@@ -59,6 +59,16 @@ def test_summaries_are_means_and_half_ranges():
     assert sweep.metrics_of({"perplexity": 2.0, "bits_per_token": 1.0, "accuracy": 0.1}) == {"bits per token": 1.0}
 
 
+def test_the_best_checkpoint_is_chosen_by_validation_and_on_the_split_itself():
+    measured = [{"step": 4, "accuracy": 0.9}, {"step": 8, "accuracy": 0.5}, {"step": 12, "accuracy": 0.7}]
+    metrics = [{"step": 4, "valid_loss": 2.0}, {"step": 5, "loss": 0.1}, {"step": 8, "valid_loss": 1.0}]
+    chosen = sweep.select_best(measured, metrics)
+    assert chosen == {"step": 8, "accuracy": 0.5, "best_accuracy": 0.9}
+    assert sweep.metrics_of(chosen) == {"accuracy": 0.5, "accuracy, chosen on it": 0.9}
+    with pytest.raises(ValueError, match="must have checkpoints that were validated"):
+        sweep.select_best(measured, metrics[1:2])
+
+
 def test_data_must_be_those_of_the_task(recall, tmp_path):
     lra = MQAR.with_name("lra.py")
     with pytest.raises(
@@ -99,3 +109,9 @@ def test_classes_are_learned_from_files(tmp_path, capsys):
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert measured["examples"] == 64
     assert measured["accuracy"] > 0.9
+    evaluate.main(evaluate.Arguments(workdir=tmp_path / "run", split="test", every_checkpoint=True))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert [line["step"] for line in lines] == [40, 80]
+    assert lines[-1] == measured
+    with pytest.raises(ValueError, match="must come without `--step`"):
+        evaluate.main(evaluate.Arguments(workdir=tmp_path / "run", step=40, every_checkpoint=True))

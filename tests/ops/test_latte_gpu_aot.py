@@ -68,9 +68,9 @@ def test_kernels(kind, setting):
     kernels = {kernel.name: kernel for kernel in kernels if kernel.name.startswith("latte")}
     assert set(kernels) == FAST | EXACT
     _, dim, _, dtype, _ = setting
-    # The widest heads, and products of float32 factors, which are not for matrix units, leave a few addresses none.
-    most = 128 if dim > 128 or dtype == "float32" else 0
-    assert all(kernels[name].spilled <= most for name in FAST), kernels
+    # Without matrix units, the last kernel's products of so wide factors leave a few addresses no register.
+    most = {"latte_unread": 32} if (dim, dtype) == (256, "float32") else {}
+    assert all(kernels[name].spilled <= most.get(name, 0) for name in FAST), kernels
     assert 0 < max(kernel.shared_memory for kernel in kernels.values()) <= GPU_TRAITS[kind]["shared_optin"]
 
 

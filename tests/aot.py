@@ -1,8 +1,15 @@
 """Targets to compile for that need not be here."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from train import hardware
+
+
+def lowering(platform):
+    """Where programs can be lowered for a platform, compiler or not."""
+    return hardware.imagined_gpu("a100") if platform == "cuda" else nullcontext()
 
 
 def target_or_skip(name):

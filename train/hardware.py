@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 from jax.experimental import topologies
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, use_abstract_mesh
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,11 @@ class Target:
 
         Further options are the compiler's.
         """
-        lowered = function.trace(*arguments).lower(lowering_platforms=(self.platform,))
+        # Arguments on a mesh bring their devices along.
+        is_on_mesh = any(isinstance(x.sharding, NamedSharding) for x in jax.tree.leaves(arguments))
+        kind = self.name.partition(":")[0]
+        with imagined_gpu(kind) if self.platform == "cuda" and not is_on_mesh else nullcontext():
+            lowered = function.trace(*arguments).lower(lowering_platforms=(self.platform,))
         if self.platform == "cuda":
             # Without a device nothing can be tuned by trying.
             options |= {"xla_gpu_cuda_data_dir": str(_cuda_directory()), "xla_gpu_autotune_level": 0}
@@ -152,6 +157,14 @@ def _tpu_topology(name: str, sides: list[int]) -> topologies.TopologyDescription
         if "not installed" in str(error) or "libtpu" in str(error):
             raise CompilerMissing("TPUs") from error
         raise UnknownTopology(name) from error
+
+
+@contextmanager
+def imagined_gpu(kind: str) -> Iterator[None]:
+    """Trace and lower for one GPU of a kind in `GPU_TRAITS`: from jax 0.12 on, kernels for no GPU cannot be lowered."""
+    device = AbstractDevice(ACCELERATORS[kind].kind, num_cores=GPU_TRAITS[kind]["cores"], platform="gpu")
+    with use_abstract_mesh(AbstractMesh((1,), ("gpu",), (AxisType.Auto,), abstract_device=device)):
+        yield
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import pytest
 
 from latte_eqx.ops import describe, latte_causal, linear_scan, window_attention
 from latte_eqx.ops.dispatch import DEFAULTS
+from tests.aot import lowering
 
 SEQ = 128
 RUNS = {
@@ -20,8 +21,9 @@ RUNS = {
 def test_the_default_is_the_one_described(op, platform, capsys):
     """Both passes, under `vmap` as in the mixers."""
     gradient = jax.vmap(jax.grad(lambda x: RUNS[op](x).astype(jnp.float32).sum()))
-    traced = jax.jit(gradient).trace(jax.ShapeDtypeStruct((2, 3, SEQ, 96), jnp.bfloat16))
-    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    with lowering(platform):
+        traced = jax.jit(gradient).trace(jax.ShapeDtypeStruct((2, 3, SEQ, 96), jnp.bfloat16))
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
     implementation = DEFAULTS[op][platform].implementation
     assert ("tpu_custom_call" in text or "xla.gpu.triton" in text) == (implementation == "pallas")
     describe()

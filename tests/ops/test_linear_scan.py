@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.linear_scan import IMPLEMENTATIONS, linear_scan, pallas_gpu, pallas_tpu
 from latte_eqx.ops.linear_scan.chunked import CHUNK, linear_scan_chunked, linear_scan_in_passes
+from tests.aot import lowering
 
 
 def in_chunks(*args, **kwargs):
@@ -313,9 +314,9 @@ def test_platform_chooses_the_kernels(length):
     """A single token is left to the compiler everywhere."""
     log_decay, inputs, *_ = draw(length)
     gradient = jax.grad(lambda *arrays: jnp.sum(linear_scan(*arrays)[0]), argnums=(0, 1))
-    traced = jax.jit(gradient).trace(log_decay, inputs)
     for platform, kernel in {"tpu": "tpu_custom_call", "cuda": "triton", "cpu": None}.items():
-        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        with lowering(platform):
+            text = jax.jit(gradient).trace(log_decay, inputs).lower(lowering_platforms=(platform,)).as_text()
         assert text.count("custom_call @") == (2 if kernel and length > 1 else 0)
         assert text.count(f"custom_call @{kernel}") + text.count(f"xla.gpu.{kernel}") == text.count("custom_call @")
 

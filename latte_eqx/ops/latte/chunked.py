@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.dispatch import Passes
 from latte_eqx.ops.latte import scan
-from latte_eqx.ops.latte.passes import BLOCK, TOKEN_BY_TOKEN, first_state
+from latte_eqx.ops.latte.passes import BLOCK, TOKEN_BY_TOKEN
 from latte_eqx.ops.latte.state import LOWEST, SMALLEST_MASS, LatteState, divide
 from latte_eqx.ops.segments import segment_starts
 
@@ -67,6 +67,7 @@ def backward(
     keys: Float[Array, "*batch seq latents"],
     values: Float[Array, "*batch seq dim"],
     segment_ids: Int[Array, "*#batch seq"] | None,
+    state: LatteState,
     last_state: LatteState,
     states: LatteState,
     dy: Float[Array, "*batch seq dim"],
@@ -80,8 +81,8 @@ def backward(
     shape = _shape(chunk)
 
     @_in_cache
-    @_as_steep_as(lambda weights, keys, values, segment_ids, last, states, *_: (keys, segment_ids, first_state(states)))
-    def run(may_be_steep, weights, keys, values, segment_ids, last_state, states, dy, dstate):
+    @_as_steep_as(lambda weights, keys, values, segment_ids, state, *_: (keys, segment_ids, state))
+    def run(may_be_steep, weights, keys, values, segment_ids, state, last_state, states, dy, dstate):
         def unread(carry, step):
             dafter, after, gradients = carry
             index, before = step
@@ -101,7 +102,7 @@ def backward(
         dweights, dkeys, dvalues = gradients
         return dweights, dkeys, dvalues, dstate
 
-    return run(weights, keys, values, segment_ids, last_state, states, dy, dstate)
+    return run(weights, keys, values, segment_ids, state, last_state, states, dy, dstate)
 
 
 PASSES = Passes(forward, backward)
@@ -275,13 +276,15 @@ def _unread_chunk(chunk: _Chunk, after: LatteState, dy, dafter: LatteState):
     dweights = divide(dshare, chunk.seen_mass)
     dseen_mass = -dweights * share
     dcarried_mass = jnp.concatenate([(chunk.continues * dseen_mass).sum(axis=-2), dlast_mass[None]])
-    dsums = jnp.concatenate([_transpose(chunk.continues * share) @ dy, dlast_sum[None]])
+    share_across = _transpose(share)
+    dsums = jnp.concatenate([(_across(chunk.continues) * share_across) @ dy, dlast_sum[None]])
     backwards = chunk.joins.swapaxes(-1, -2)
     dblock_mass = _join(backwards, dcarried_mass)
     dold_sum, dtoken_sum = _join(backwards[..., :1, :], dsums)[0], _join(backwards[..., 1:, :], dsums)
 
-    dmass = _sum_block(chunk.sees.swapaxes(-1, -2), dseen_mass) + _transpose(agreement) @ share
-    dmass += chunk.lasts * (_outer(chunk.values, dtoken_sum) + dblock_mass[1:, ..., None, :])
+    dmass = _sum_block(chunk.sees.swapaxes(-1, -2), dseen_mass) + chunk.lasts * dblock_mass[1:, ..., None, :]
+    # As (latents, token), both products take their factors as they lie.
+    dmass += (share_across @ agreement + _across(chunk.lasts) * (dtoken_sum @ values_across)).swapaxes(-1, -2)
     dvalues = mixed @ dy + (chunk.lasts * chunk.mass) @ dtoken_sum
 
     dstate_mass = dblock_mass[0] + (dold_sum * chunk.state.average).sum(axis=-1)
@@ -365,6 +368,11 @@ def _sum_block(sees, x):
 def _outer(x, y):
     """The products of the tokens of `x` with those of `y`."""
     return jnp.einsum("...tf,...sf->...ts", x, y)
+
+
+def _across(x):
+    """Turn what there is for each token towards arrays whose last axis the tokens are."""
+    return x.swapaxes(-1, -2) if isinstance(x, Array) else x
 
 
 def _transpose(x):

@@ -95,6 +95,7 @@ def backward(
     keys: Float[Array, "*batch seq latents"],
     values: Float[Array, "*batch seq dim"],
     segment_ids: Int[Array, "*#batch seq"] | None,
+    state: LatteState,
     last_state: LatteState,
     states: LatteState,
     dy: Float[Array, "*batch seq dim"],
@@ -120,7 +121,7 @@ def backward(
     dweights = call.like(w, v.dtype if v.dtype == jnp.float32 else w.dtype)
     outputs = [dweights, call.like(k), call.like(v), *call.states(call.pieces)[:2], *call.blocks]
     dweights, dkeys, dvalues, pull, push, *_ = call.each_piece_exactly(_unread, [*tokens, *boundaries, *later], outputs)
-    dfirst = asked_of_state(states, *call.batched([pull[:, 0], push[:, 0]]))
+    dfirst = asked_of_state(state, *call.batched([pull[:, 0], push[:, 0]]))
     return call.uncut(dweights).astype(weights.dtype), call.uncut(dkeys), call.uncut(dvalues), dfirst
 
 

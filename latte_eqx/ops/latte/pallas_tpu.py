@@ -92,6 +92,7 @@ def backward(
     keys: Float[Array, "*batch seq latents"],
     values: Float[Array, "*batch seq dim"],
     segment_ids: Int[Array, "*#batch seq"] | None,
+    state: LatteState,
     last_state: LatteState,
     states: LatteState,
     dy: Float[Array, "*batch seq dim"],
@@ -133,7 +134,7 @@ def backward(
         interpret=interpret,
     )(*tokens, *ids, *boundaries, *asked)
     asked = layout.unpack_state([of_sum, of_mass, of_mass])
-    dfirst = asked_of_state(states, asked.average, asked.mass)
+    dfirst = asked_of_state(state, asked.average, asked.mass)
     return layout.unpack(dweights), layout.unpack(dkeys), layout.unpack(dvalues), dfirst
 
 

@@ -6,7 +6,7 @@ are a whole number of chunks long, cut alike on every platform:
     forward(weights, keys, values, segment_ids, state, *, chunk, keep)
         returns the outputs, the last state, and, to keep, the states before each chunk, with the chunks as the last
         axis of the batch
-    backward(weights, keys, values, segment_ids, last_state, states, dy, dstate, *, chunk)
+    backward(weights, keys, values, segment_ids, state, last_state, states, dy, dstate, *, chunk)
         returns the cotangents of weights, keys, values and the first state
 """
 
@@ -63,12 +63,6 @@ def _plan(seq: int) -> tuple[int, int]:
     return block * ceil(blocks / chunks), chunks
 
 
-def first_state(states: LatteState) -> LatteState:
-    """Return the state before the first of the chunks, which are the last axis of the batch."""
-    axis = states.peak.ndim - 2
-    return jax.tree.map(lambda x: lax.index_in_dim(x, 0, axis, keepdims=False), states)
-
-
 def asked_of_sums(
     last_state: LatteState, dstate: LatteState
 ) -> tuple[Float[Array, "*batch latents dim"], Float[Array, "*batch latents"]]:
@@ -78,12 +72,11 @@ def asked_of_sums(
 
 
 def asked_of_state(
-    states: LatteState, of_sum: Float[Array, "*batch latents dim"], of_mass: Float[Array, "*batch latents"]
+    state: LatteState, of_sum: Float[Array, "*batch latents dim"], of_mass: Float[Array, "*batch latents"]
 ) -> LatteState:
     """Turn what is asked before the first chunk back into what is asked of the state there."""
-    first = first_state(states)
-    dmass = of_mass + (of_sum * first.average).sum(axis=-1)
-    return LatteState(first.mass[..., None] * of_sum, first.mass * dmass, dmass)
+    dmass = of_mass + (of_sum * state.average).sum(axis=-1)
+    return LatteState(state.mass[..., None] * of_sum, state.mass * dmass, dmass)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -96,7 +89,7 @@ def _latte_causal(weights, keys, values, segment_ids, state, passes, chunk):
 def _save(weights, keys, values, segment_ids, state, passes, chunk):
     forward = leading_vmap(partial(passes.forward, chunk=chunk, keep=True))
     y, last, states = forward(weights, keys, values, segment_ids, state)
-    return (y, last), (weights, keys, values, segment_ids, last, states)
+    return (y, last), (weights, keys, values, segment_ids, state, last, states)
 
 
 def _restore(passes, chunk, residuals, cotangents):

@@ -3,9 +3,9 @@
     python benchmarks/ops.py [--repeats 7] [--implementation chunked] [--figure ops.png]
 
 Parity with the reference comes first; then ratios, each measured in one run. Batch 2, 8 heads, 32 latents and 64 dims
-per head, float32. There are two yardsticks that read one token at a time, both unrolled 32 times: `paper`, the algorithm
-as the paper lists it, and `scan`, our own, which carries averages instead of sums and is faster. On a GPU or a TPU,
-`--implementation pallas` times the kernels.
+per head, float32. Two yardsticks read one token at a time, unrolled 32 times: `paper`, the algorithm as the paper lists
+it, and `scan`, our own, which carries averages instead of sums and is faster. On a GPU or a TPU, `--implementation
+pallas` times the kernels.
 """
 
 from dataclasses import dataclass

@@ -15,7 +15,6 @@ from math import ceil
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from latte_eqx.ops.batching import leading_vmap

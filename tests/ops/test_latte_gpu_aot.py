@@ -47,8 +47,9 @@ def every_setting():
 
 def both_passes(weights, keys, values, segment_ids, state, dy, dstate):
     arrays = weights, keys, values, segment_ids
-    y, last, states = pallas_gpu.forward(*arrays, LatteState(*state), chunk=CHUNK, keep=True)
-    return y, last, pallas_gpu.backward(*arrays, last, states, dy, LatteState(*dstate), chunk=CHUNK)
+    state = LatteState(*state)
+    y, last, states = pallas_gpu.forward(*arrays, state, chunk=CHUNK, keep=True)
+    return y, last, pallas_gpu.backward(*arrays, state, last, states, dy, LatteState(*dstate), chunk=CHUNK)
 
 
 def abstract_arrays(device, latents, dim, seq, dtype, packed):
@@ -111,7 +112,7 @@ def test_pieces_are_as_chunks(programs, keys_scale, monkeypatch):
     @partial(jax.jit, static_argnums=0)
     def run(passes, *arrays):
         y, last, states = passes.forward(*arrays, segment_ids, state, chunk=chunk, keep=True)
-        return y, last, states, passes.backward(*arrays, segment_ids, last, states, dy, dstate, chunk=chunk)
+        return y, last, states, passes.backward(*arrays, segment_ids, state, last, states, dy, dstate, chunk=chunk)
 
     monkeypatch.setattr(pallas_gpu, "ENOUGH_PROGRAMS", programs)
     interpreted = Passes(*(partial(function, interpret=True) for function in pallas_gpu.PASSES))

@@ -5,7 +5,10 @@ python -m train.evaluate --workdir runs/owt_latte_r_swa_smoke
 
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,9 @@ class Arguments:
 
 
 def evaluate_stream(run: Run, directory: Path, split: str) -> dict[str, Any]:
-    """Return mean loss and accuracy over all rows of a split, and of text perplexity and bits per token."""
+    """Return mean loss and accuracy over all rows of a split; of text also perplexity and bits per token, of classes
+    also the accuracy of always naming the most common one.
+    """
     kind = run.config.data
     rows = open_rows(directory, split, seq=kind.seq, pack=kind.pack)
     num_batches = math.ceil(len(rows) / kind.batch_size)
@@ -49,9 +54,21 @@ def evaluate_stream(run: Run, directory: Path, split: str) -> dict[str, Any]:
         "loss": loss,
         **(of_text if task.kind == "next_token" else {}),
         "accuracy": scores.accuracy,
+        **({} if task.kind == "next_token" else {"most_common": _share_of_the_most_common(rows)}),
         "tokens" if task.kind == "next_token" else "examples": scores.num_targets,
-        **({"groups": scores.by_group()} if task.groups else {}),
+        **({"groups": _named_groups(task.groups, scores.by_group())} if task.groups else {}),
     }
+
+
+def _share_of_the_most_common(rows: Any) -> float:
+    classes = Counter(int(rows[index]["targets"]) for index in range(len(rows)))
+    return max(classes.values()) / classes.total()
+
+
+def _named_groups(edges: Sequence[int], groups: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
+    """Say of each group which numbers it is of: from one edge up to, without it, the next."""
+    bounds = pairwise([0, *edges, None])
+    return [{"from": start, "to": end, **group} for (start, end), group in zip(bounds, groups, strict=True)]
 
 
 def row_losses(run: Run, batch: dict[str, np.ndarray]) -> list[float]:

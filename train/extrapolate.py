@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -81,16 +80,13 @@ def measure(arguments: Arguments) -> Iterator[dict[str, Any]]:
 
 
 def _measure(run: Run, name: str, factor: int, split: str) -> dict[str, Any]:
-    data, edges = run.config.data, [0, *run.config.task.groups, run.config.data.seq]
+    data = run.config.data
     print(f"{name}: rows of {data.seq}", file=sys.stderr)
     assert data.directory is not None
     scores = evaluate_stream(run, data.directory, split)
     # Without edges there is a single group, which is all.
-    groups = scores.pop("groups", [{"loss": scores["loss"], "targets": scores["tokens"]}])
-    buckets = [
-        {"from": start, "to": end, "loss": group["loss"], "targets": group["targets"]}
-        for (start, end), group in zip(pairwise(edges), groups, strict=True)
-    ]
+    buckets = scores.pop("groups", [{"from": 0, "to": None, "loss": scores["loss"], "targets": scores["tokens"]}])
+    buckets[-1]["to"] = data.seq
     return {"model": name, "seq": data.seq, "trained": data.seq // factor, **scores, "buckets": buckets}
 
 

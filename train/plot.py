@@ -66,11 +66,27 @@ def latent_shares(model: LanguageModel, tokens: Int[Array, " seq"]) -> Float[Arr
     return eqx.filter_vmap(shares)(model.stack.blocks, model.layer_inputs(tokens))
 
 
-def latent_numbers(shares: Float[Array, "layers heads seq states"], *, has_window: bool) -> list[dict[str, float]]:
-    """Return for each layer, averaged over its heads, how evenly the states are used.
+def latent_sources(model: LanguageModel, tokens: Int[Array, " seq"]) -> Float[Array, "layers heads latents seq"]:
+    """Return p(s|l,t) of every layer and head at the last token t."""
+
+    def sources(block, x):
+        _, keys, _ = block.mixer.latents(jax.vmap(block.mixer_norm)(x))
+        return jax.nn.softmax(keys.swapaxes(-1, -2))
+
+    return eqx.filter_vmap(sources)(model.stack.blocks, model.layer_inputs(tokens))
+
+
+def latent_numbers(
+    shares: Float[Array, "layers heads seq states"],
+    sources: Float[Array, "layers heads latents seq"],
+    *,
+    has_window: bool,
+) -> list[dict[str, float]]:
+    """Return for each layer, averaged over its heads, how evenly the states are used, and what latents average.
 
     `used_states` is exp of the entropy of the mean share, between 1 and the number of states; `states_per_token` is exp
-    of a token's own entropy; `dead` counts the states of all heads that get less than 1 % of the attention.
+    of a token's own entropy; `dead` counts the states of all heads that get less than 1 % of the attention;
+    `tokens_per_latent` is exp of the entropy of p(s|l,t), over how many tokens a latent spreads.
     """
     mean = shares.mean(axis=2)
     entropy = lambda p: -jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1)), 0).sum(axis=-1)
@@ -78,6 +94,7 @@ def latent_numbers(shares: Float[Array, "layers heads seq states"], *, has_windo
         "used_states": jnp.exp(entropy(mean)).mean(axis=-1),
         "states_per_token": jnp.exp(entropy(shares).mean(axis=-1)).mean(axis=-1),
         "dead": (mean < DEAD).sum(axis=(-2, -1)),
+        "tokens_per_latent": jnp.exp(entropy(sources).mean(axis=(-2, -1))),
     }
     if has_window:
         columns["window_share"] = mean[..., 0].mean(axis=-1)
@@ -85,15 +102,23 @@ def latent_numbers(shares: Float[Array, "layers heads seq states"], *, has_windo
 
 
 def plot_latents(run: Run, picture: Path, *, num_tokens: int, num_heads: int) -> None:
-    """Draw p(l|t) for some tokens of the validation text, layer by layer, and print the numbers behind it."""
+    """Draw p(l|t) for some tokens of the validation text, layer by layer, and write the numbers behind it beside it."""
     kind = run.config.data
     assert kind.directory is not None
     tokens = jnp.asarray(open_rows(kind.directory, "valid", seq=kind.seq, pack="concat")[0]["inputs"])
     has_window = run.config.model.mixer == "macchiato"
-    shares = eqx.filter_jit(latent_shares)(run.trainer.language_model(run.state), tokens)
-    print(f"{shares.shape[-1]} states for each of {shares.shape[1]} heads, over {shares.shape[2]} tokens")
-    for layer, numbers in enumerate(latent_numbers(shares, has_window=has_window)):
-        print(f"layer {layer}: " + ", ".join(f"{name} {value:.3g}" for name, value in numbers.items()))
+    model = run.trainer.language_model(run.state)
+    shares, sources = (eqx.filter_jit(look)(model, tokens) for look in (latent_shares, latent_sources))
+    layers = latent_numbers(shares, sources, has_window=has_window)
+    lines = [
+        f"{shares.shape[-1]} states for each of {shares.shape[1]} heads, over {shares.shape[2]} tokens.",
+        "",
+        f"| layer | {' | '.join(layers[0])} |",
+        f"| --- {'| --- ' * len(layers[0])}|",
+        *(f"| {i} | {' | '.join(f'{x:.3g}' for x in numbers.values())} |" for i, numbers in enumerate(layers)),
+    ]
+    picture.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    print("\n".join(lines))
 
     tokenizer = load_tokenizer(run.tokenizer)
     labels = [repr(tokenizer.decode([int(token)]))[1:-1] for token in tokens[-num_tokens:]]

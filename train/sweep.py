@@ -8,6 +8,7 @@ command goes on where a sweep was left. At the end there are `results.md`, `resu
 """
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -111,11 +112,15 @@ def _python(arguments: Sequence[str], log: Path) -> str:
 def metrics_of(result: dict[str, Any]) -> dict[str, float]:
     """Return what to compare: accuracies, of groups too if there are some, or bits per token of text."""
     if "groups" in result:
-        return {f"accuracy, group {i}": group["accuracy"] for i, group in enumerate(result["groups"])}
+        bounds = lambda group: (
+            f"from {group['from']}" if group["to"] is None else f"{group['from']} to {group['to'] - 1}"
+        )
+        return {f"accuracy, {bounds(group)}": group["accuracy"] for group in result["groups"]}
     if "perplexity" in result:
         return {"bits per token": result["bits_per_token"]}
     best = {"accuracy, chosen on it": result["best_accuracy"]} if "best_accuracy" in result else {}
-    return {"accuracy": result["accuracy"], **best}
+    common = {"accuracy of the most common class": result["most_common"]} if "most_common" in result else {}
+    return {"accuracy": result["accuracy"], **best, **common}
 
 
 def summarise(results: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -145,9 +150,9 @@ def write_report(arguments: Arguments, options: Sequence[str], results: dict[str
         *options,
     ]
     minutes = sum(run["seconds"] for runs in results.values() for run in runs) / 60
-    where = (
-        f"{jax.devices()[0].device_kind} ({jax.device_count()} devices), {platform.machine()}, jax {jax.__version__}"
-    )
+    device = jax.devices()[0]
+    what = f"{os.cpu_count()} cores" if device.platform == "cpu" else f"{jax.device_count()} {device.device_kind}"
+    where = f"{what}, {platform.machine()}, jax {jax.__version__}"
     show = lambda name, mean, spread: (
         f"{mean:.1%} ± {spread:.1%}" if name.startswith("accuracy") else f"{mean:.4f} ± {spread:.4f}"
     )

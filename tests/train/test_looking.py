@@ -70,7 +70,8 @@ def test_plots_are_drawn(workdir, capsys):
     plot.main(plot.Arguments(workdir=workdir))
     output = capsys.readouterr().out
     assert "5 states for each of 4 heads" in output
-    assert output.count("layer ") == 2
+    assert output.count("\n| 1 |") == 1
+    assert (workdir / "latents.md").read_text() in output
     for name in ("loss.png", "latents.png"):
         assert (workdir / name).stat().st_size > 5000
 
@@ -85,6 +86,9 @@ def test_latent_shares_are_those_the_model_uses(row):
     shares = plot.latent_shares(model, tokens)
     assert shares.shape == (3, 4, 10, 4 + (row == "latte_r_swa"))
     np.testing.assert_allclose(shares.sum(axis=-1), 1, rtol=1e-5)
+    sources = plot.latent_sources(model, tokens)
+    assert sources.shape == (3, 4, 4, 10)
+    np.testing.assert_allclose(sources.sum(axis=-1), 1, rtol=1e-5)
     inputs = model.layer_inputs(tokens)
     last = jax.tree.map(lambda x: x[-1] if eqx.is_array(x) else x, model.stack.blocks)
     got = jax.vmap(model.stack.norm)(last(inputs[-1]))
@@ -92,10 +96,11 @@ def test_latent_shares_are_those_the_model_uses(row):
 
 
 def test_latent_numbers():
-    """One head spreads evenly, one always picks the window."""
+    """One head spreads evenly, one always picks the window; all latents average all six tokens."""
     even, window = jnp.full((6, 4), 0.25), jnp.tile(jnp.array([1.0, 0, 0, 0])[None], (6, 1))
-    (numbers,) = plot.latent_numbers(jnp.stack([even, window])[None], has_window=True)
-    want = {"used_states": 2.5, "states_per_token": 2.5, "dead": 3, "window_share": 0.625}
+    sources = jnp.full((1, 2, 3, 6), 1 / 6)
+    (numbers,) = plot.latent_numbers(jnp.stack([even, window])[None], sources, has_window=True)
+    want = {"used_states": 2.5, "states_per_token": 2.5, "dead": 3, "tokens_per_latent": 6, "window_share": 0.625}
     assert numbers == pytest.approx(want, rel=1e-5)
 
 

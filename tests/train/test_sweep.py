@@ -32,7 +32,7 @@ def test_a_sweep_compares_variants_and_goes_on(recall, tmp_path, monkeypatch, ca
     arguments += ["--out", str(tmp_path / "out"), "--data.directory", str(recall), *TINY]
     sweep.main(arguments)
     table = (tmp_path / "out" / "results.md").read_text()
-    assert "| variant | accuracy, group 0 | accuracy, group 1 |" in table
+    assert "| variant | accuracy, 0 to 8 | accuracy, from 9 |" in table
     results = json.loads((tmp_path / "out" / "results.json").read_text())
     assert [len(results[name]) for name in ("latte_r_swa_cpu", "swa_cpu")] == [2, 2]
     # Each of 24 rows asks 4 times; the window of 8 tells near from far.

@@ -1,0 +1,134 @@
+"""Gather what the experiments have written into one page, beside what the paper reports.
+
+    python -m train.results --runs runs --out docs/results.md
+
+Each experiment is a directory under `--runs`; how to run it stands on the page. One that has not been run is left out.
+"""
+
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import tyro
+
+from train.console import plain_errors
+
+HEAD = """# Results
+
+Measured with the commands shown, at sizes that two cores of a CPU can train; the paper's numbers are from far larger
+models and more data, and are quoted for their order alone. `python -m train.results` writes this page from what the
+commands have written. Spreads are half of the range over seeds."""
+
+
+class Section(NamedTuple):
+    """An experiment: what it asks, where its table and figure are, and what to know when reading them."""
+
+    title: str
+    table: str
+    figure: str
+    text: str
+
+
+SECTIONS = (
+    Section(
+        "Multi-query associative recall",
+        "mqar_cpu/results.md",
+        "mqar_cpu/results.png",
+        """Rows of 64 tokens hold 4 keys with their values, and ask for the values again. Accuracy over the questions,
+by how many tokens back the answer stands: the window reaches 8 back. What a model knows from farther back it must have
+carried. `swa_cpu` is the control: the same window, without latents.
+
+    python -m data.prepare mqar --seq 64 --pairs 4 --num-tokens 64 --out prepared/mqar_cpu""",
+    ),
+    Section(
+        "Long Range Arena: ListOps, short trees",
+        "listops_cpu/results.md",
+        "listops_cpu/results.png",
+        """Expressions of 5 to 100 tokens. The paper, with expressions of 500 to 2000 tokens and six layers: Latte
+40.18 %, Latte-R++ 56.7 %, Latte-R-SWA++ 61.39 %.
+
+    python -m data.prepare lra-listops --min-length 5 --max-length 100 --num-train 50000 --out prepared/listops_cpu""",
+    ),
+    Section(
+        "Long Range Arena: Text, the first 1000 bytes",
+        "imdb_cpu/results.md",
+        "imdb_cpu/results.png",
+        """Reviews of IMDb, as bytes. The paper, with 4000 bytes and six layers: Latte 64.51 %, Latte-R++ 83.85 %,
+Latte-R-SWA++ 85.8 %. It selects on the test; here nothing is selected: the last checkpoint counts.
+
+    python -m data.prepare lra-text --source DIR --out prepared/imdb""",
+    ),
+    Section(
+        "Ablation of language models",
+        "ablation/results.md",
+        "ablation/results.png",
+        """Bytes of English novels, validated on other books: bits per byte. The paper's perplexities on OpenWebText,
+with 140 to 156 million parameters: Latte 21.88, Latte++ 21.56, Latte-Conv++ 20.26, Latte-R++ 19.99, Latte-Conv-SWA++
+18.52, Latte-R-SWA++ 17.64, Transformer++ 17.19.
+
+    python -m data.prepare text novels_train.txt.xz --valid novels_valid.txt.xz --out prepared/novels""",
+    ),
+    Section(
+        "Longer than trained",
+        "longer/results.md",
+        "longer/results.png",
+        "Language models of the ablation, on rows of up to 8 times the length they were trained on.",
+    ),
+    Section(
+        "Which latents are used",
+        "ablation/latte_r_swa_0/latents.md",
+        "ablation/latte_r_swa_0/latents.png",
+        "Latte-R-SWA++ of the ablation: p(l|t) for some tokens of the validation text.",
+    ),
+    Section(
+        "Time against length",
+        "runtime/results.md",
+        "runtime/results.png",
+        """Whole models; the paper times 400M and 2.6B on a GPU, forward alone.
+
+    python benchmarks/runtime.py --figure runs/runtime/results.png > runs/runtime/results.md""",
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Write the page of results."""
+
+    runs: Path = Path("runs")
+    """The directory of the experiments."""
+    out: Path = Path("docs/results.md")
+    """The page to write. Figures go into a directory beside it that is called like it."""
+
+
+def write_page(arguments: Arguments) -> list[str]:
+    """Write the page and copy the figures; return the titles of the experiments that are missing."""
+    figures = arguments.out.with_suffix("")
+    figures.mkdir(parents=True, exist_ok=True)
+    page, missing = [HEAD], []
+    for section in SECTIONS:
+        table, figure = arguments.runs / section.table, arguments.runs / section.figure
+        if not (table.exists() and figure.exists()):
+            missing.append(section.title)
+            continue
+        name = f"{Path(section.table).parts[0]}_{Path(section.figure).stem}.png"
+        shutil.copyfile(figure, figures / name)
+        picture = f"![{section.title}]({figures.name}/{name})"
+        page += [f"## {section.title}", section.text, table.read_text().strip(), picture]
+    arguments.out.write_text("\n\n".join(page) + "\n")
+    return missing
+
+
+def main(arguments: Arguments) -> None:
+    """Write the page, and say what it lacks."""
+    missing = write_page(arguments)
+    print(f"wrote {arguments.out}")
+    for title in missing:
+        print(f"not run yet: {title}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    with plain_errors():
+        main(tyro.cli(Arguments, description=__doc__))

@@ -13,11 +13,11 @@ Mixer = LatteCausal | LatteBidir | Macchiato | SWA | FullAttention | RSWA
 BlockStyle = Literal["base", "plus_plus"]
 
 
-def make_norm(style: BlockStyle, dim: int) -> eqx.nn.LayerNorm | eqx.nn.RMSNorm:
+def make_norm(style: BlockStyle, dim: int, eps: float = 1e-6) -> eqx.nn.LayerNorm | eqx.nn.RMSNorm:
     """Make the norm of a style: LayerNorm with a bias for `"base"`, RMSNorm without for `"plus_plus"`."""
     if style not in get_args(BlockStyle):
         raise ValueError(f"`style` must be one of {get_args(BlockStyle)}, got {style!r}.")
-    return eqx.nn.LayerNorm(dim, eps=1e-6) if style == "base" else eqx.nn.RMSNorm(dim, eps=1e-6, use_bias=False)
+    return eqx.nn.LayerNorm(dim, eps=eps) if style == "base" else eqx.nn.RMSNorm(dim, eps=eps, use_bias=False)
 
 
 class MacchiatoBlock(eqx.Module):
@@ -43,6 +43,7 @@ class MacchiatoBlock(eqx.Module):
         *,
         style: BlockStyle = "plus_plus",
         dropout: float = 0.0,
+        norm_eps: float = 1e-6,
         key: PRNGKeyArray,
     ):
         if mlp_dim < 0:
@@ -50,9 +51,9 @@ class MacchiatoBlock(eqx.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"`dropout` must lie in [0, 1), got {dropout=}.")
         self.mixer = mixer
-        self.mixer_norm = make_norm(style, dim)
+        self.mixer_norm = make_norm(style, dim, norm_eps)
         self.mlp = (GeluMLP if style == "base" else GatedMLP)(dim, mlp_dim, key=key) if mlp_dim else None
-        self.mlp_norm = make_norm(style, dim) if mlp_dim else None
+        self.mlp_norm = make_norm(style, dim, norm_eps) if mlp_dim else None
         self.dropout = eqx.nn.Dropout(dropout)
 
     def __call__(

@@ -26,7 +26,8 @@ class Macchiato(eqx.Module):
 
     per head, where $p(\cdot|t)$ is one softmax over `num_latents / num_heads + 1` states, and all states share values
     and output map: before that map, every output is a convex combination of values. The latent logits come from a
-    feed; the window reads the tokens themselves. `window_bias` starts a learned bias of state 0.
+    feed; the window reads the tokens themselves. `window_bias` starts a learned bias of state 0. With fewer
+    `num_kv_heads`, several heads share keys of the window and values, which the latents of each of them average.
 
     With `causal=False` the window looks both ways and the latents average the whole document.
     """
@@ -48,6 +49,7 @@ class Macchiato(eqx.Module):
         latent_proj: LatentProjection = "dense",
         norm_feed: bool = False,
         window_bias: float | None = None,
+        num_kv_heads: int | None = None,
         causal: bool = True,
         rotary_base: float | None = 10_000.0,
         yarn: YaRN | None = None,
@@ -65,8 +67,17 @@ class Macchiato(eqx.Module):
             causal=causal,
             key=latents_key,
         )
-        self.window = Window(dim, num_heads, window, causal=causal, rotary_base=rotary_base, yarn=yarn, key=window_key)
-        self.to_value = linear(dim, dim, key=value_key)
+        self.window = Window(
+            dim,
+            num_heads,
+            window,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            rotary_base=rotary_base,
+            yarn=yarn,
+            key=window_key,
+        )
+        self.to_value = linear(dim, self.window.to_key.weight.shape[0], key=value_key)
         self.to_out = linear(dim, dim, key=out_key)
         self.window_bias = None if window_bias is None else jnp.full(num_heads, window_bias, jnp.float32)
 
@@ -83,8 +94,9 @@ class Macchiato(eqx.Module):
         local = self.window(x, values, segment_ids, mask=mask)
         if self.window.causal:
             keys = keys if mask is None else jnp.where(mask[None, :, None], keys, -jnp.inf)
-            remote, _ = latte_causal(shares[..., 1:], keys, values, segment_ids=segment_ids)
+            remote, _ = latte_causal(shares[..., 1:], keys, self._repeat(values), segment_ids=segment_ids)
         else:
+            values = self._repeat(values)
             remote = latte_bidirectional(shares[..., 1:], keys, values, mask=mask, segment_ids=segment_ids)
         return self._out(shares, local, remote)
 
@@ -102,7 +114,7 @@ class Macchiato(eqx.Module):
         queries, keys, feed = self.latents(x, state=state.feed)
         values, shares = self._values(x), self._shares(queries)
         local, window = self.window.extend(x, values, state.window)
-        remote, latte = latte_causal(shares[..., 1:], keys, values, state=state.latte)
+        remote, latte = latte_causal(shares[..., 1:], keys, self._repeat(values), state=state.latte)
         return self._out(shares, local, remote), MacchiatoState(window, latte, feed)
 
     def shares(
@@ -117,7 +129,11 @@ class Macchiato(eqx.Module):
         return jax.nn.softmax(queries)
 
     def _values(self, x):
-        return split_heads(jax.vmap(self.to_value)(x), self.window.num_heads)
+        return split_heads(jax.vmap(self.to_value)(x), self.window.num_kv_heads)
+
+    def _repeat(self, values):
+        """Give each head the values that it shares."""
+        return jnp.repeat(values, self.window.num_heads // self.window.num_kv_heads, axis=0)
 
     def _out(self, shares, local, remote):
         y = shares[..., :1] * local.astype(jnp.float32) + remote.astype(jnp.float32)

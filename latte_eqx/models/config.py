@@ -21,7 +21,8 @@ class ModelConfig:
 
     Which mixer looks at which field: all at `dim` and `num_heads`; `latte`, `linear_attention` and `macchiato` at
     `num_latents`, `feed`, `latent_proj` and `norm_feed`; `macchiato`, `swa` and `r_swa` at `window`; `attention` at
-    `max_length`; those that attend at `rotary_base` (`None` for no rotation), `rotary_scale` and `rotary_length`.
+    `max_length`; those that attend at `num_kv_heads` (`None` for as many as heads, but one for `r_swa`), `rotary_base`
+    (`None` for no rotation), `rotary_scale` and `rotary_length`.
 
     A `rotary_scale` above 1 is YaRN: what was trained on sequences of `rotary_length` tokens then reads sequences that
     are so many times as long, with the same parameters.
@@ -32,6 +33,7 @@ class ModelConfig:
     num_layers: int = 12
     dim: int = 768
     num_heads: int = 8
+    num_kv_heads: int | None = None
     mlp_dim: int = 3072
     num_latents: int = 128
     window: int = 128
@@ -44,6 +46,7 @@ class ModelConfig:
     rotary_length: int | None = None
     positions: Positions = "none"
     style: BlockStyle = "plus_plus"
+    norm_eps: float = 1e-6
     max_length: int = 1024
     causal: bool = True
     dropout: float = 0.0
@@ -83,8 +86,10 @@ def make_mixer(config: ModelConfig, *, key: PRNGKeyArray) -> Mixer:
         latent_proj=config.latent_proj,
         norm_feed=config.norm_feed,
     )
-    rotation: dict[str, Any] = dict(rotary_base=config.rotary_base, yarn=config.yarn)
-    attention: dict[str, Any] = dict(causal=config.causal, **rotation)
+    heads: dict[str, Any] = dict(rotary_base=config.rotary_base, yarn=config.yarn)
+    if config.num_kv_heads is not None:
+        heads["num_kv_heads"] = config.num_kv_heads
+    attention: dict[str, Any] = dict(causal=config.causal, **heads)
     match config.mixer:
         case "latte" if config.causal:
             return LatteCausal(**sizes, **latents, key=key)
@@ -101,11 +106,19 @@ def make_mixer(config: ModelConfig, *, key: PRNGKeyArray) -> Mixer:
         case "attention":
             return FullAttention(**sizes, **attention, max_length=config.max_length, key=key)
         case "r_swa":
-            return RSWA(**sizes, **rotation, window=config.window, key=key)
+            return RSWA(**sizes, **heads, window=config.window, key=key)
 
 
 def make_block(config: ModelConfig, *, key: PRNGKeyArray) -> MacchiatoBlock:
     """Build one layer."""
     mixer_key, block_key = jax.random.split(key)
     mixer = make_mixer(config, key=mixer_key)
-    return MacchiatoBlock(mixer, config.dim, config.mlp_dim, style=config.style, dropout=config.dropout, key=block_key)
+    return MacchiatoBlock(
+        mixer,
+        config.dim,
+        config.mlp_dim,
+        style=config.style,
+        dropout=config.dropout,
+        norm_eps=config.norm_eps,
+        key=block_key,
+    )

@@ -24,7 +24,7 @@ class Stack(eqx.Module):
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
         keys = jax.random.split(key, config.num_layers)
         self.blocks = eqx.filter_vmap(lambda key: _rescale(make_block(config, key=key), config))(keys)
-        self.norm = make_norm(config.style, config.dim)
+        self.norm = make_norm(config.style, config.dim, config.norm_eps)
 
     def __call__(
         self,

@@ -1,0 +1,104 @@
+"""Files of llama2.c: weights in a fixed order behind a header of seven numbers, and a tokenizer in another file."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from latte_eqx.models import ModelConfig
+from latte_eqx.pretrained.llama import Tensor, halves_from_pairs
+
+HEADER = struct.Struct("<7i")
+FIRST_BYTE = 3
+"""The id of the token that stands for the byte 0; before it are the unknown token, the first and the last of a text."""
+
+
+def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Return the settings of a model and its tensors, named as Hugging Face does."""
+    with path.open("rb") as file:
+        header = file.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise ValueError(f"{path} must begin with {HEADER.size} bytes of sizes, got {len(header)} bytes in all.")
+    dim, mlp_dim, num_layers, num_heads, num_kv_heads, vocab_size, max_length = HEADER.unpack(header)
+    if min(dim, mlp_dim, num_layers, num_heads, num_kv_heads, max_length) < 1 or vocab_size == 0 or dim % num_heads:
+        raise ValueError(f"{path} must begin with the sizes of a model, got {HEADER.unpack(header)}.")
+    if vocab_size < 0:
+        raise ValueError(f"{path} must have one matrix for embedding and output, got an output map of its own.")
+    head_dim = dim // num_heads
+    config = ModelConfig(
+        mixer="attention",
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        dim=dim,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        mlp_dim=mlp_dim,
+        norm_eps=1e-5,
+        max_length=max_length,
+    )
+    shapes = {
+        "embed_tokens": (vocab_size, dim),
+        "input_layernorm": (num_layers, dim),
+        "self_attn.q_proj": (num_layers, dim, dim),
+        "self_attn.k_proj": (num_layers, num_kv_heads * head_dim, dim),
+        "self_attn.v_proj": (num_layers, num_kv_heads * head_dim, dim),
+        "self_attn.o_proj": (num_layers, dim, dim),
+        "post_attention_layernorm": (num_layers, dim),
+        "mlp.gate_proj": (num_layers, mlp_dim, dim),
+        "mlp.down_proj": (num_layers, dim, mlp_dim),
+        "mlp.up_proj": (num_layers, mlp_dim, dim),
+        "norm": (dim,),
+        # Cosines and sines that nobody reads any more.
+        "rotation": (2, max_length, head_dim // 2),
+    }
+    sizes = [int(np.prod(shape)) for shape in shapes.values()]
+    expected = HEADER.size + 4 * sum(sizes)
+    if path.stat().st_size != expected:
+        raise ValueError(f"{path} must have the {expected} bytes of its sizes, got {path.stat().st_size}.")
+    numbers = np.memmap(path, "<f4", "r", HEADER.size)
+    parts = np.split(numbers, np.cumsum(sizes)[:-1])
+    arrays = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    del arrays["rotation"]
+    tensors: dict[str, Any] = {}
+    for name, array in arrays.items():
+        if name in ("embed_tokens", "norm"):
+            tensors[f"model.{name}.weight"] = array
+            continue
+        for layer, part in enumerate(array):
+            heads = {"self_attn.q_proj": num_heads, "self_attn.k_proj": num_kv_heads}.get(name)
+            tensors[f"model.layers.{layer}.{name}.weight"] = part if heads is None else halves_from_pairs(part, heads)
+    return config, tensors
+
+
+def read_tokenizer(path: Path, vocab_size: int) -> Any:
+    """Return the tokenizer of a file: byte pairs that are joined in the order of their scores."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    content, offset = path.read_bytes(), 4
+    pieces, scores = [], []
+    for _ in range(vocab_size):
+        if len(content) < offset + 8:
+            raise ValueError(f"{path} must hold {vocab_size} tokens, got {len(pieces)}.")
+        score, length = struct.unpack_from("<fi", content, offset)
+        offset += 8 + length
+        pieces.append(content[offset - length : offset].decode())
+        scores.append(score)
+    # The first and the last token of a text are not written as a text would have them.
+    pieces[:FIRST_BYTE] = "<unk>", "<s>", "</s>"
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    merges = sorted(
+        (-scores[index], left, piece[len(left) :])
+        for piece, index in vocabulary.items()
+        if index >= FIRST_BYTE + 256
+        for left in (piece[:cut] for cut in range(1, len(piece)))
+        if left in vocabulary and piece[len(left) :] in vocabulary
+    )
+    model = models.BPE(
+        vocabulary, [(left, right) for _, left, right in merges], unk_token="<unk>", byte_fallback=True, fuse_unk=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Prepend(" ")
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer

@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from latte_eqx.mixers import FullAttention
 from latte_eqx.models import LanguageModel, ModelConfig
-from latte_eqx.pretrained import llama, llama2c
+from latte_eqx.pretrained import gguf_file, llama, llama2c
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -23,7 +23,8 @@ class Pretrained(NamedTuple):
 
 
 def load(path: str | Path) -> Pretrained:
-    """Read a model: a directory as Hugging Face has it (`config.json` and safetensors), or a `.bin` file of llama2.c.
+    """Read a Llama model: a directory as Hugging Face has it (`config.json` and safetensors), a `.gguf` file, or a
+    `.bin` file of llama2.c.
 
     Names and shapes of all tensors are checked: missing ones and ones that nothing uses raise.
     """
@@ -32,13 +33,13 @@ def load(path: str | Path) -> Pretrained:
         config, tensors = llama2c.read_weights(path)
         beside = [file for file in sorted(path.parent.glob("tok*.bin")) if file != path]
         tokenizer = llama2c.read_tokenizer(beside[0], config.vocab_size) if beside else None
+    elif path.suffix == ".gguf" and path.is_file():
+        config, tensors, tokenizer = gguf_file.read(path)
     elif (path / "config.json").is_file():
         config = llama.read_settings(json.loads((path / "config.json").read_text()))
         tensors, tokenizer = _read_safetensors(path), _read_tokenizer(path / "tokenizer.json")
     else:
-        raise FileNotFoundError(
-            f"A model must be a directory with config.json, or a .bin file of llama2.c, got {path}."
-        )
+        raise FileNotFoundError(f"A model must be a directory with config.json, a .gguf or a .bin file, got {path}.")
     return Pretrained(llama.from_tensors(config, tensors), config, tokenizer)
 
 

@@ -1,19 +1,22 @@
 """Real weights, read as they were published; and their attention turned into Macchiato."""
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
 import equinox as eqx
+import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from safetensors.flax import load_file, save_file
+from tokenizers import pre_tokenizers
 
 from latte_eqx import generate
-from latte_eqx.pretrained import is_new, load, save, to_macchiato
+from latte_eqx.pretrained import gguf_file, is_new, llama, load, save, to_macchiato
 from tests.pretrained import llama_oracle
 
 STORIES = Path(__file__).parents[2] / "data" / "models" / "stories260K" / "stories260K.bin"
@@ -104,6 +107,64 @@ def test_shards_are_put_together(directory, tmp_path, stories, tokens):
         load(path)
 
 
+def write_gguf(path, stories, *, architecture="llama", leave_out=()):
+    """Write the model with a tokenizer of bytes and one pair; rows of queries and keys that rotate together adjoin."""
+    config, writer = stories.config, gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(config.num_layers)
+    writer.add_context_length(config.max_length)
+    writer.add_embedding_length(config.dim)
+    writer.add_feed_forward_length(config.mlp_dim)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, "th", "<|end|>"]
+    tokens += [f"<unused {index}>" for index in range(config.vocab_size - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token == "<|end|>" else 1 for token in tokens])
+    writer.add_token_merges(["t h"])
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    theirs = {ours: name for name, ours in gguf_file.LAYER.items()}
+    outer = {ours: name for name, ours in gguf_file.OUTER.items()}
+    for name, tensor in llama.to_tensors(stories.model).items():
+        array = np.asarray(tensor)
+        if name not in outer:
+            _, _, layer, part = name.removesuffix(".weight").split(".", 3)
+            name, count = f"blk.{layer}.{theirs[part]}.weight", heads.get(theirs[part])
+            if count is not None:
+                rows = array.reshape(count, 2, -1, array.shape[-1])
+                array = np.ascontiguousarray(rows.swapaxes(1, 2).reshape(array.shape))
+        name = outer.get(name, name)
+        if name not in leave_out:
+            writer.add_tensor(name, array)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_gguf_files_hold_the_same_model(stories, tokens, tmp_path):
+    model, config, tokenizer = load(write_gguf(tmp_path / "stories.gguf", stories))
+    assert dataclasses.replace(config, norm_eps=stories.config.norm_eps) == stories.config
+    np.testing.assert_allclose(model(tokens), stories.model(tokens), rtol=0, atol=1e-5)
+    assert tokenizer.encode("the 10").tokens == ["th", "e", "Ġ", "1", "0"]
+    assert tokenizer.encode("a<|end|>").tokens == ["a", "<|end|>"]
+    assert tokenizer.decode(tokenizer.encode("café ☕\n").ids) == "café ☕\n"
+
+
+def test_gguf_files_must_be_of_llamas(stories, tmp_path):
+    with pytest.raises(ValueError, match="The architecture must be 'llama', got 'gemma3'"):
+        load(write_gguf(tmp_path / "other.gguf", stories, architecture="gemma3"))
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.2\.mlp\.up_proj\.weight; unused: none"):
+        load(write_gguf(tmp_path / "less.gguf", stories, leave_out=["blk.2.ffn_up.weight"]))
+    (tmp_path / "not.gguf").write_bytes(bytes(100))
+    with pytest.raises(ValueError, match=r"not\.gguf must be a GGUF file"):
+        load(tmp_path / "not.gguf")
+
+
 def test_tensors_must_be_those_of_the_model(directory, tmp_path):
     norm, query = "model.norm.weight", "model.layers.1.self_attn.q_proj.weight"
     with pytest.raises(ValueError, match=r"missing: model\.norm\.weight; unused: none"):
@@ -140,7 +201,7 @@ def test_files_must_be_whole(tmp_path):
         path.write_bytes(content[:size])
         with pytest.raises(ValueError, match=message):
             load(path)
-    with pytest.raises(FileNotFoundError, match=r"must be a directory with config\.json, or a \.bin file"):
+    with pytest.raises(FileNotFoundError, match=r"must be a directory with config\.json, a \.gguf or a \.bin file"):
         load(tmp_path / "nothing")
     shutil.copy(STORIES, tmp_path / "whole.bin")
     assert load(tmp_path / "whole.bin").tokenizer is None

@@ -1,18 +1,26 @@
 """Let a trained model write.
 
-python -m train.generate --workdir runs/owt_latte_r_swa_smoke --prompt "ROMEO:"
+    python -m train.generate --workdir runs/owt_latte_r_swa_smoke --prompt "ROMEO:"
+    python -m train.generate --model data/models/stories260K/stories260K.bin --prompt "Once upon a time"
+
+Tokens are shown as they come; how fast they came, and what the model remembers of the text, is said at the end.
 """
 
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import equinox as eqx
 import jax
 import tyro
+from tokenizers.decoders import DecodeStream
 
-from data.tokenizer import load_tokenizer
+from data.tokenizer import Tokenizer, load_tokenizer
 from latte_eqx import LanguageModel, generate
+from latte_eqx.pretrained import load
 from train.console import plain_errors
 from train.restore import restore_run
 
@@ -21,10 +29,14 @@ from train.restore import restore_run
 class Arguments:
     """Let a trained model continue a text."""
 
-    workdir: Path
-    """The work directory of the run."""
+    workdir: Path | None = None
+    """The work directory of a run."""
+    model: Path | None = None
+    """Or a pretrained model: a directory, or a file, that `latte_eqx.pretrained.load` reads."""
     prompt: str | None = None
-    """What to continue; by default the config's."""
+    """What to continue; by default that of the run's config, or nothing."""
+    prompt_file: Path | None = None
+    """Or a file of text to continue. It is read in pieces: memory does not grow with its length."""
     max_new_tokens: int = 400
     """How many tokens to write at most."""
     temperature: float = 0.8
@@ -34,14 +46,40 @@ class Arguments:
     top_p: float | None = 0.95
     """Choose among the likeliest tokens that together have this probability."""
     step: int | None = None
-    """The checkpoint to use; by default the newest."""
+    """The checkpoint of the run to use; by default the newest."""
     seed: int = 0
     """Decides what is drawn."""
+
+    def __post_init__(self):
+        if (self.workdir is None) == (self.model is None):
+            raise ValueError("Either `--workdir` or `--model` must be given, got both or neither.")
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ValueError("Only one of `--prompt` and `--prompt-file` must be given, got both.")
+        if self.model is not None and self.step is not None:
+            raise ValueError(f"`--step` must come with `--workdir`, got --model {self.model}.")
+
+
+class PretrainedText:
+    """The tokenizer that came with a pretrained model."""
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        names = ("</s>", "<|im_end|>", "<|endoftext|>", "<eos>")
+        self.end_of_text = next((id for id in map(tokenizer.token_to_id, names) if id is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text, with the first one that the model expects."""
+        return self.tokenizer.encode(text).ids
+
+    def stream(self) -> Callable[[int | None], str]:
+        """Return a function from the next token to the characters it completes."""
+        decoder = DecodeStream(skip_special_tokens=True)
+        return lambda token: "" if token is None else decoder.step(self.tokenizer, token) or ""
 
 
 def write_sample(
     model: LanguageModel,
-    tokenizer_name: str,
+    tokenizer: Tokenizer | PretrainedText,
     prompt: str,
     *,
     max_new_tokens: int = 200,
@@ -52,15 +90,23 @@ def write_sample(
     path: Path | None = None,
 ) -> str:
     """Print how the model continues the prompt, token by token; return it, and append it to a file."""
-    tokenizer = load_tokenizer(tokenizer_name)
-    ids = tokenizer.encode(prompt).tolist() or [tokenizer.end_of_text]
-    stream, text = tokenizer.stream(), [prompt]
+    ids = list(map(int, tokenizer.encode(prompt))) or [tokenizer.end_of_text or 0]
+    stream, text, times = tokenizer.stream(), [prompt], [time.perf_counter()]
+    # A blank before the first new word depends on there being words before it.
+    for token in ids[-8:]:
+        stream(token)
 
     def show(piece: str) -> None:
         text.append(piece)
         print(piece, end="", flush=True)
 
-    print(f"\n{prompt}", end="", flush=True)
+    def take(token: Any) -> None:
+        times.append(time.perf_counter())
+        if token != tokenizer.end_of_text:
+            show(stream(int(token)))
+
+    # Of a long prompt the end will do.
+    print(f"\n{prompt if len(prompt) < 2000 else '...' + prompt[-2000:]}", end="", flush=True)
     # The model may be spread over devices; one of them is enough to write.
     arrays, static = eqx.partition(model, eqx.is_array)
     model = eqx.combine(jax.device_put(arrays, jax.local_devices()[0]), static)
@@ -73,24 +119,46 @@ def write_sample(
         top_k=top_k,
         top_p=top_p,
         stop_token=tokenizer.end_of_text,
-        on_token=lambda token: show(stream(int(token))),
+        on_token=take,
     )
     show(stream(None))
     print()
+    _say_how_fast(model, len(ids), times)
     if path is not None:
         with path.open("a") as file:
             file.write("".join(text) + "\n\n")
     return "".join(text)
 
 
+def _say_how_fast(model: LanguageModel, num_read: int, times: Sequence[float]) -> None:
+    state = jax.eval_shape(model.init_state)
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 2**20
+    # The first tokens wait for what is compiled.
+    later = times[3:]
+    speed = f"{(len(later) - 1) / (later[-1] - later[0]):.0f} tokens a second, " if len(later) > 1 else ""
+    first = f"{num_read} tokens read, the first written after {times[1] - times[0]:.1f} s; " if len(times) > 1 else ""
+    print(f"{first}{speed}{size:.1f} MiB of state", file=sys.stderr)
+
+
 def main(arguments: Arguments) -> None:
-    """Restore a run and let it write."""
-    run = restore_run(arguments.workdir, step=arguments.step)
-    print(f"step {run.step} of {arguments.workdir}", file=sys.stderr)
+    """Restore a run, or read a pretrained model, and let it write."""
+    if arguments.model is not None:
+        model, _, tokenizer = load(arguments.model)
+        if tokenizer is None:
+            raise ValueError(f"{arguments.model} must come with a tokenizer, got none.")
+        text, prompt = PretrainedText(tokenizer), ""
+    else:
+        assert arguments.workdir is not None
+        run = restore_run(arguments.workdir, step=arguments.step)
+        print(f"step {run.step} of {arguments.workdir}", file=sys.stderr)
+        model, text = run.trainer.language_model(run.state), load_tokenizer(run.tokenizer)
+        prompt = run.config.prompt
+    if arguments.prompt_file is not None:
+        prompt = arguments.prompt_file.read_text()
     write_sample(
-        run.trainer.language_model(run.state),
-        run.tokenizer,
-        run.config.prompt if arguments.prompt is None else arguments.prompt,
+        model,
+        text,
+        prompt if arguments.prompt is None else arguments.prompt,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,

@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from data import CORPUS
 from data.prepare import prepare_text
 from data.prepared import Manifest, read_manifest
+from data.tokenizer import load_tokenizer
 from train.config import Config, config_name, load_config, smoke, to_dict
 from train.console import plain_errors
 from train.generate import write_sample
@@ -111,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         manifest = read_manifest(config.data.directory)
         if manifest.examples is None and jax.process_count() == 1 and position.step == config.steps:
             model, prompt = trainer.language_model(state), config.prompt
-            write_sample(model, manifest.tokenizer, prompt, seed=config.seed, path=workdir.samples)
+            write_sample(model, load_tokenizer(manifest.tokenizer), prompt, seed=config.seed, path=workdir.samples)
     if is_main:
         verb = "is complete; the same command shows it again" if position.step == config.steps else "can go on with"
         print(f"\nThis run {verb}:\n  python -m train.main {' '.join(arguments)}")

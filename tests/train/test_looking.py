@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -21,6 +22,8 @@ from train.flops import forward_flops_per_token
 from train.main import main
 from train.metrics import MetricsLog, read_metrics
 from train.restore import restore_run
+
+STORIES = Path(__file__).parents[2] / "data" / "models" / "stories260K" / "stories260K.bin"
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,33 @@ def test_generate_continues_the_prompt(workdir, capsys):
     assert capsys.readouterr().out == text
     make(step=4)
     assert capsys.readouterr().out.startswith("\nKING")
+
+
+def test_a_pretrained_model_continues_a_file(tmp_path, capsys):
+    path = tmp_path / "prompt.txt"
+    path.write_text("Once upon a time, there was a little girl")
+    arguments = dict(model=STORIES, max_new_tokens=12, temperature=0.0)
+    generate.main(generate.Arguments(**arguments, prompt_file=path))
+    output = capsys.readouterr()
+    assert output.out.startswith("\nOnce upon a time, there was a little girl named Lily. She loved to play")
+    assert "13 tokens read" in output.err
+    assert "tokens a second, 0.6 MiB of state" in output.err
+    generate.main(generate.Arguments(**arguments))
+    assert len(capsys.readouterr().out) > 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "Either `--workdir` or `--model` must be given"),
+        ({"workdir": Path("x"), "model": STORIES}, "Either `--workdir` or `--model` must be given"),
+        ({"model": STORIES, "prompt": "a", "prompt_file": Path("x")}, "Only one of `--prompt` and `--prompt-file`"),
+        ({"model": STORIES, "step": 3}, "`--step` must come with `--workdir`"),
+    ],
+)
+def test_what_writes_must_be_clear(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        generate.Arguments(**arguments)
 
 
 def test_plots_are_drawn(workdir, capsys):

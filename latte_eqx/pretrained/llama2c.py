@@ -98,6 +98,7 @@ def read_tokenizer(path: Path, vocab_size: int) -> Any:
         vocabulary, [(left, right) for _, left, right in merges], unk_token="<unk>", byte_fallback=True, fuse_unk=True
     )
     tokenizer = Tokenizer(model)
+    tokenizer.add_special_tokens(pieces[:FIRST_BYTE])
     tokenizer.normalizer = normalizers.Prepend(" ")
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])

@@ -12,6 +12,7 @@ from latte_eqx.ops.window_attention import IMPLEMENTATIONS, check_arrays, window
 
 # The package attributes of these names are the functions.
 chunked = importlib.import_module("latte_eqx.ops.window_attention.chunked")
+pallas_gpu = importlib.import_module("latte_eqx.ops.window_attention.pallas_gpu")
 pallas_tpu = importlib.import_module("latte_eqx.ops.window_attention.pallas_tpu")
 
 WINDOW = 40
@@ -27,16 +28,28 @@ def prepare(implementation, monkeypatch, interpret=True):
     if "many steps" in implementation:
         # Two blocks in a step for the small windows below, one for the others.
         monkeypatch.setattr(chunked, "LOGITS_PER_STEP", 2500)
-    if implementation == "pallas":
-        # Narrow blocks, so that short sequences have several, and windows reach over one or more of them.
+    # Narrow blocks, so that short sequences have several, and windows reach over one or more of them.
+    if implementation == "pallas, GPU":
+        cut = pallas_gpu.Cut(16, warps=4)
+        monkeypatch.setattr(pallas_gpu, "PLANS", dict.fromkeys(pallas_gpu.PLANS, pallas_gpu.Plan(cut, cut)))
+        # And pieces of one or more of them.
+        monkeypatch.setattr(pallas_gpu, "ENOUGH_PROGRAMS", 6)
+        monkeypatch.setitem(IMPLEMENTATIONS, "pallas", partial(pallas_gpu.pallas_gpu, interpret=interpret))
+    if implementation == "pallas, TPU":
         monkeypatch.setattr(pallas_tpu, "LANES", 16)
         monkeypatch.setattr(pallas_tpu, "BLOCKS", (32,))
         monkeypatch.setitem(IMPLEMENTATIONS, "pallas", partial(pallas_tpu.pallas_tpu, interpret=interpret))
     return implementation.split(",")[0]
 
 
-@pytest.fixture(params=[*COMPILED, "pallas"])
+@pytest.fixture(params=[*COMPILED, "pallas, TPU", "pallas, GPU"])
 def implementation(request, monkeypatch):
+    return prepare(request.param, monkeypatch)
+
+
+@pytest.fixture(params=[*COMPILED, "pallas, TPU", pytest.param("pallas, GPU", marks=pytest.mark.slow)])
+def any_implementation(request, monkeypatch):
+    """Interpret the GPU's kernels, which takes longest, only where there is time."""
     return prepare(request.param, monkeypatch)
 
 
@@ -114,16 +127,16 @@ def in_window(window, causal=True, past=0):
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seq", LENGTHS)
-def test_matches_definition(key, implementation, causal, seq):
+def test_matches_definition(key, any_implementation, causal, seq):
     arrays = draw(key, seq)
-    actual = value_and_grads(*arrays, window=WINDOW, causal=causal, implementation=implementation)
+    actual = value_and_grads(*arrays, window=WINDOW, causal=causal, implementation=any_implementation)
     check(actual, oracle(*arrays, in_window(WINDOW, causal)), arrays[2])
 
 
 @pytest.mark.parametrize("window", [0, 1, 7, 64, 100])
-def test_any_window(key, implementation, window):
+def test_any_window(key, any_implementation, window):
     arrays = draw(key, 150, **SMALL)
-    actual = value_and_grads(*arrays, window=window, implementation=implementation)
+    actual = value_and_grads(*arrays, window=window, implementation=any_implementation)
     check(actual, oracle(*arrays, in_window(window)), arrays[2])
 
 
@@ -204,11 +217,11 @@ def test_packed_equals_separate(key, compiled_implementation, causal):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_documents_do_not_touch(key, implementation, causal):
+def test_documents_do_not_touch(key, any_implementation, causal):
     arrays = draw(key, 130, **SMALL)
     mine = np.arange(130)[:, None] // 30 == 2
     others_changed = [jnp.where(jnp.expand_dims(mine, (0, 1)), x, 100 * x) for x in arrays]
-    settings = {"window": WINDOW, "causal": causal, "implementation": implementation}
+    settings = {"window": WINDOW, "causal": causal, "implementation": any_implementation}
     run = partial(value_and_grads, segment_ids=jnp.arange(130) // 30, **settings)
     for before, after in zip(jax.tree.leaves(run(*arrays)), jax.tree.leaves(run(*others_changed)), strict=True):
         np.testing.assert_array_equal(before[..., mine[:, 0], :], after[..., mine[:, 0], :])
@@ -245,11 +258,11 @@ def test_pieces_equal_whole(key, compiled_implementation, split):
 
 
 @pytest.mark.parametrize(("seq", "past"), [(1, 5), (1, WINDOW), (1, 90), (3, 10), (100, 7), (100, WINDOW), (100, 70)])
-def test_past_and_key_mask(key, implementation, seq, past):
+def test_past_and_key_mask(key, any_implementation, seq, past):
     arrays = draw(key, seq, past, **SMALL)
     key_mask = jax.random.bernoulli(key, 0.6, (2, past + seq)).at[0].set(jnp.arange(past + seq) >= past)
     sees = in_window(WINDOW, past=past)
-    actual = value_and_grads(*arrays, window=WINDOW, past=past, key_mask=key_mask, implementation=implementation)
+    actual = value_and_grads(*arrays, window=WINDOW, past=past, key_mask=key_mask, implementation=any_implementation)
     mask = np.asarray(key_mask)
     check(actual, oracle(*arrays, lambda row, t, s: sees(row, t, s) and mask[(*row, s)]), arrays[2])
 
@@ -281,15 +294,23 @@ def test_query_without_keys_gives_zero(key, implementation):
 
 @pytest.mark.parametrize("soft_cap", [None, 50.0])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_wild_inputs_stay_finite(key, implementation, soft_cap, dtype):
+def test_wild_inputs_stay_finite(key, any_implementation, soft_cap, dtype):
     arrays = draw(key, 130, **SMALL, dtype=dtype)
     wild = [1e4 * jnp.sign(x) for x in arrays[:2]]
     key_mask = jnp.arange(130) >= 50
-    settings = {"window": WINDOW, "key_mask": key_mask, "soft_cap": soft_cap, "implementation": implementation}
+    settings = {"window": WINDOW, "key_mask": key_mask, "soft_cap": soft_cap, "implementation": any_implementation}
     output, grads = value_and_grads(*wild, *arrays[2:], **settings)
     for array in (output, *grads):
         assert jnp.all(jnp.isfinite(array))
     assert jnp.max(jnp.abs(output)) <= jnp.max(jnp.abs(arrays[2]))
+
+
+def test_equal_peaks_share(key, implementation):
+    """Beside logits of 1e8, the logarithm of how many there are would be lost."""
+    queries, keys, values, cotangent = draw(key, 53, 21, **SMALL)
+    arrays = 1e4 * jnp.sign(queries), 1e4 * jnp.sign(keys), values, cotangent
+    actual = value_and_grads(*arrays, window=WINDOW, past=21, implementation=implementation)
+    check(actual, oracle(*arrays, in_window(WINDOW, past=21)), values)
 
 
 def shapes_in(jaxpr):
@@ -341,13 +362,13 @@ def test_no_tokens(key, implementation, past):
     assert [grad.shape for grad in grads] == [x.shape for x in arrays[:3]]
 
 
-def test_vmap_equals_batch(key, implementation):
+def test_vmap_equals_batch(key, any_implementation):
     arrays = draw(key, 130, **(SMALL | {"batch": (3,)}))
     segment_ids = jnp.sort(jax.random.randint(key, (3, 130), 0, 4), axis=-1)
 
     def run(*arrays_and_ids):
         *arrays, segment_ids = arrays_and_ids
-        return value_and_grads(*arrays, window=WINDOW, segment_ids=segment_ids, implementation=implementation)
+        return value_and_grads(*arrays, window=WINDOW, segment_ids=segment_ids, implementation=any_implementation)
 
     batched, mapped = run(*arrays, segment_ids), jax.vmap(run)(*arrays, segment_ids)
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), batched, mapped)
@@ -372,7 +393,7 @@ def test_kernels_inside_shard_map(key, monkeypatch):
     # The kernels' types, which the plain interpreter does not know, are what is new here: keys of all devices are one.
     queries, keys, values, cotangent = draw(key, 40, **(SMALL | {"batch": (2,)}))
     mesh, spec = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data")
-    prepare("pallas", monkeypatch, pltpu.InterpretParams())
+    prepare("pallas, TPU", monkeypatch, pltpu.InterpretParams())
 
     def run(implementation):
         def gradients(queries, keys, values, cotangent):

@@ -14,11 +14,14 @@ from latte_eqx.ops.batching import leading_vmap, vary_alike
 from latte_eqx.ops.dispatch import DEFAULTS, Implementation, select
 from latte_eqx.ops.segments import count_segments
 from latte_eqx.ops.validation import check_broadcasts, check_mask
-from latte_eqx.ops.window_attention.chunked import LOGITS_PER_GPU_STEP, chunked
-from latte_eqx.ops.window_attention.pallas_tpu import Plan, pallas_tpu, plan_or_reason
+from latte_eqx.ops.window_attention.chunked import chunked
+from latte_eqx.ops.window_attention.pallas_gpu import pallas_gpu
+from latte_eqx.ops.window_attention.pallas_gpu import plan_or_reason as gpu_plan_or_reason
+from latte_eqx.ops.window_attention.pallas_tpu import pallas_tpu
+from latte_eqx.ops.window_attention.pallas_tpu import plan_or_reason as tpu_plan_or_reason
 from latte_eqx.ops.window_attention.reference import reference
 
-IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "pallas": pallas_tpu}
+KERNELS = {"tpu": pallas_tpu, "cuda": pallas_gpu}
 # Fewer queries make less than one block of a kernel, and one step of `chunked` on any platform: decoding, above all.
 SHORTEST_FOR_CHOICE = 128
 
@@ -49,8 +52,9 @@ def window_attention(
     (a new one begins where `segment_ids`, which must not decrease, change) whose `key_mask` is true; a query without
     any gives 0. Logits, softmax and sums are float32; the output has the dtype of `values`.
 
-    `implementation=None` takes `"pallas"` on a TPU where it can, and `"chunked"` otherwise; like `"pallas"`, which only
-    TPUs have, it can be differentiated once, in reverse. `"chunked"` has no such limit.
+    `implementation=None` takes `"pallas"` on a TPU or GPU where it can, and `"chunked"` otherwise; like `"pallas"`,
+    which takes only what the kernels of both can do, it can be differentiated once, in reverse. `"chunked"` has no such
+    limit.
     """
     attention = automatic if implementation is None else select("window_attention", IMPLEMENTATIONS, implementation)
     check_numbers(window, causal, past, soft_cap)
@@ -100,11 +104,25 @@ def automatic(
     default = partial(chunked, **settings)
     if queries.shape[-2] < SHORTEST_FOR_CHOICE:
         return default(queries, keys, values, *labels)
-    platforms = {"default": default, "cuda": partial(default, logits_per_step=LOGITS_PER_GPU_STEP)}
-    plan = plan_or_reason(queries, keys, values, window=window, causal=causal)
-    if DEFAULTS["window_attention"]["tpu"].implementation == "pallas" and isinstance(plan, Plan):
-        platforms["tpu"] = partial(pallas_tpu, **settings)
-    return choose_when_compiled(**platforms)(queries, keys, values, *labels)
+    plans = {
+        "tpu": tpu_plan_or_reason(queries, keys, values, window=window, causal=causal),
+        "cuda": gpu_plan_or_reason(queries, keys, values),
+    }
+    kernels = {
+        platform: partial(KERNELS[platform], **settings)
+        for platform, plan in plans.items()
+        if DEFAULTS["window_attention"][platform].implementation == "pallas" and not isinstance(plan, str)
+    }
+    return choose_when_compiled(**kernels, default=default)(queries, keys, values, *labels)
+
+
+def pallas(*arrays: Shaped[Array, "..."], **settings: Any) -> Float[Array, "..."]:
+    """Take the kernels of the platform; on one that has none, Pallas says so when the program is compiled."""
+    kernels = {platform: partial(kernel, **settings) for platform, kernel in KERNELS.items()}
+    return choose_when_compiled(**kernels, default=kernels["tpu"])(*arrays)
+
+
+IMPLEMENTATIONS = {"reference": reference, "chunked": chunked, "pallas": pallas}
 
 
 def choose_when_compiled(**platforms: Callable[..., Any]) -> Callable[..., Any]:

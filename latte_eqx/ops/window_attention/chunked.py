@@ -11,9 +11,6 @@ from latte_eqx.ops.window_attention.reference import attend, visible
 SMALLEST_BLOCK, LARGEST_BLOCK = 32, 64
 # Logits of one head that exist at a time: few enough to stay in cache. Longer sequences take several steps.
 LOGITS_PER_STEP = 2**15
-# A GPU spends microseconds to begin each of the dozen kernels of a step. Compiled for an A100, the gradients of 16384
-# positions with a window of 128 take 2448 kernels in steps of 2**15, and 328 in these, for 5% less memory traffic.
-LOGITS_PER_GPU_STEP = 2**18
 
 
 def chunked(
@@ -27,7 +24,6 @@ def chunked(
     causal: bool,
     scale: float,
     soft_cap: float | None,
-    logits_per_step: int | None = None,
 ) -> Float[Array, "*batch group seq value_dim"]:
     """Take O(seq x window) work, and memory for one step's logits, forward and backward."""
     seq = queries.shape[-2]
@@ -37,7 +33,7 @@ def chunked(
     before = min(window, source - 1)
     after = 0 if causal else before
 
-    steps, blocks, block = plan(seq, source, before + after, logits_per_step or LOGITS_PER_STEP)
+    steps, blocks, block = plan(seq, source, before + after)
     width = before + block + after
     whole = width >= source
     reach = source if whole else block * (blocks - 1 + ceil(width / block))
@@ -67,14 +63,14 @@ def chunked(
     return join_queries(output)[..., :seq, :]
 
 
-def plan(seq: int, source: int, reach: int, logits_per_step: int) -> tuple[int, int, int]:
+def plan(seq: int, source: int, reach: int) -> tuple[int, int, int]:
     """Choose the number of steps, of blocks in a step, and of queries in a block."""
     block = min(max(reach, SMALLEST_BLOCK), LARGEST_BLOCK)
     if reach + block >= source:
         # Every block would see all keys, so that larger blocks cost no more.
-        block, blocks = max(block, logits_per_step // source), 1
+        block, blocks = max(block, LOGITS_PER_STEP // source), 1
     else:
-        blocks = max(1, logits_per_step // (block * (reach + block)))
+        blocks = max(1, LOGITS_PER_STEP // (block * (reach + block)))
     # Shared out evenly, for little padding.
     steps = ceil(seq / (blocks * block))
     blocks = ceil(seq / (steps * block))

@@ -11,7 +11,7 @@ import tyro
 from data import listops, pathfinder, released
 from data.prepared import Examples, Manifest, open_split
 from data.preparing import Example, prepare_examples
-from data.tokenizer import Tokenizer, Vocabulary, load_tokenizer
+from data.tokenizer import AnyTokenizer, Vocabulary, load_tokenizer
 from data.writing import check_free
 
 SPLITS = "train", "valid", "test"
@@ -206,7 +206,7 @@ def _prepare(
     found: released.Found,
     out: Path,
     origin: dict[str, Any],
-    vocabulary: Tokenizer | Vocabulary,
+    vocabulary: AnyTokenizer | Vocabulary,
     kind: Examples,
     overwrite: bool,
     quiet: bool,

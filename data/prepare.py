@@ -11,7 +11,7 @@ import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tyro
 
@@ -21,7 +21,7 @@ from data.prepared import Manifest
 from data.preparing import progress, say_what_was_made
 from data.same_book import prepare_same_book
 from data.sources import Advance, Piece, TextFiles, find_files, split_pieces
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import AnyTokenizer, load_tokenizer
 from data.writing import Writer, check_free, writing
 
 BATCH_CHARACTERS = 2**22
@@ -32,7 +32,7 @@ def prepare_text(
     paths: tyro.conf.Positional[Sequence[Path]],
     out: Path,
     *,
-    tokenizer: Literal["bytes", "gpt2"] = "bytes",
+    tokenizer: str = "bytes",
     valid: Sequence[Path] = (),
     valid_fraction: float = 0.1,
     document_separator: str | None = None,
@@ -48,7 +48,8 @@ def prepare_text(
     Args:
         paths: Files, and directories that are searched for such files.
         out: The directory to make.
-        tokenizer: Bytes (257 ids), or the byte-pair encoding of GPT-2 (50,257 ids).
+        tokenizer: bytes (257 ids), gpt2 (its byte-pair encoding, 50,257 ids), or the file tokenizer.json of a
+            pretrained model.
         valid: Files and directories to validate on, which are not trained on even if they are among the paths. Without
             them a part of the input is set aside.
         valid_fraction: That part. Of a single document it is the end of the text; of many, the documents whose hash
@@ -118,7 +119,7 @@ def _prepare(
     pieces: Callable[[Advance], Iterable[Piece]],
     out: Path,
     *,
-    tokenizer: Tokenizer,
+    tokenizer: AnyTokenizer,
     splits: tuple[str, ...],
     source: dict[str, Any],
     total: int,
@@ -134,7 +135,7 @@ def _prepare(
     return manifest
 
 
-def _encode(pieces: Iterable[Piece], tokenizer: Tokenizer, writer: Writer) -> None:
+def _encode(pieces: Iterable[Piece], tokenizer: AnyTokenizer, writer: Writer) -> None:
     for batch in _batches(pieces):
         for piece, tokens in zip(batch, tokenizer.encode_batch([piece.text for piece in batch]), strict=True):
             writer.append(piece.split, tokens)

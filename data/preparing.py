@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from data.prepared import Examples, Manifest
-from data.tokenizer import Tokenizer, Vocabulary
+from data.tokenizer import AnyTokenizer, Vocabulary
 from data.writing import writing
 
 
@@ -26,7 +26,7 @@ def prepare_examples(
     examples: Iterable[Example],
     out: Path,
     *,
-    vocabulary: Tokenizer | Vocabulary,
+    vocabulary: AnyTokenizer | Vocabulary,
     kind: Examples,
     splits: tuple[str, ...],
     source: Mapping[str, Any],

@@ -1,7 +1,7 @@
-"""Text to token ids and back: plain bytes, or the byte-pair encoding of GPT-2.
+"""Text to token ids and back: plain bytes, the byte-pair encoding of GPT-2, or what a pretrained model came with.
 
-In both an id stands for some bytes, so decoding is the same for both. The last id is the end of text, which no text
-encodes to.
+In the first two an id stands for some bytes, so decoding is the same for both. The last id is the end of text, which no
+text encodes to.
 """
 
 import codecs
@@ -14,10 +14,12 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import UInt16
 from tokenizers import Tokenizer as Encoder
+from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 END_OF_TEXT = "<|endoftext|>"
+ENDS_OF_TEXT = "</s>", "<|im_end|>", END_OF_TEXT, "<eos>"
 ASSETS = Path(__file__).parent / "tokenizers"
 
 
@@ -79,10 +81,55 @@ class Tokenizer:
         return [self.pieces[token] for token in tokens.tolist()]
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """Return the tokenizer called `name`: `"bytes"` or `"gpt2"`."""
+@dataclass(frozen=True)
+class PretrainedTokenizer:
+    """The tokenizer of a pretrained model."""
+
+    name: str
+    encoder: Encoder
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids there are."""
+        return self.encoder.get_vocab_size()
+
+    @property
+    def end_of_text(self) -> int:
+        """The id that follows every document."""
+        found = (self.encoder.token_to_id(name) for name in ENDS_OF_TEXT)
+        try:
+            return next(token for token in found if token is not None)
+        except StopIteration:
+            raise ValueError(f"{self.name} must have one of {', '.join(ENDS_OF_TEXT)}, and has none.") from None
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Encode texts, without what a model expects before the first of them."""
+        encodings = self.encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(encoding.ids, np.min_scalar_type(self.vocab_size - 1)) for encoding in encodings]
+
+    def encode(self, text: str) -> np.ndarray:
+        """Encode a text to be continued, with what the model expects before it."""
+        return np.array(self.encoder.encode(text).ids, np.int32)
+
+    def decode(self, ids: Iterable[int] | np.ndarray) -> str:
+        """Return the text of `ids`."""
+        return self.encoder.decode([int(token) for token in ids])
+
+    def stream(self) -> Callable[[int | None], str]:
+        """Return a function from the next id to the characters it completes; `None` gives what is left at the end."""
+        decoder = DecodeStream(skip_special_tokens=True)
+        return lambda token: "" if token is None else decoder.step(self.encoder, token) or ""
+
+
+AnyTokenizer = Tokenizer | PretrainedTokenizer
+
+
+def load_tokenizer(name: str) -> AnyTokenizer:
+    """Return the tokenizer called `name`: `"bytes"`, `"gpt2"`, or a file `tokenizer.json`."""
+    if name.endswith(".json") and Path(name).is_file():
+        return PretrainedTokenizer(str(Path(name).resolve()), Encoder.from_file(name))
     if name not in TOKENIZERS:
-        raise ValueError(f"`tokenizer` must be one of {', '.join(TOKENIZERS)}, got {name!r}.")
+        raise ValueError(f"`tokenizer` must be a file tokenizer.json or one of {', '.join(TOKENIZERS)}, got {name!r}.")
     return TOKENIZERS[name]()
 
 

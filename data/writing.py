@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Integer
 
 from data.prepared import DTYPES, MANIFEST, Examples, FileRecord, Manifest, SplitRecord, file_names
-from data.tokenizer import Tokenizer, Vocabulary
+from data.tokenizer import AnyTokenizer, Vocabulary
 
 PARTIAL = ".partial"
 
@@ -72,7 +72,7 @@ class Writer:
     """Takes the tokens of documents, split by split; see `writing` for how to get one."""
 
     def __init__(
-        self, directory: Path, vocabulary: Tokenizer | Vocabulary, splits: tuple[str, ...], examples: Examples | None
+        self, directory: Path, vocabulary: AnyTokenizer | Vocabulary, splits: tuple[str, ...], examples: Examples | None
     ):
         self._directory, self._vocabulary, self._examples = directory, vocabulary, examples
         self._dtype = next(dtype for dtype in DTYPES if vocabulary.vocab_size - 1 <= np.iinfo(dtype).max)
@@ -151,7 +151,7 @@ def check_free(directory: Path, *, overwrite: bool) -> None:
 @contextlib.contextmanager
 def writing(
     directory: Path,
-    vocabulary: Tokenizer | Vocabulary,
+    vocabulary: AnyTokenizer | Vocabulary,
     *,
     splits: tuple[str, ...] = ("train", "valid"),
     examples: Examples | None = None,

@@ -43,6 +43,16 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PretrainedConfig:
+    """A model to begin from: its attention becomes the window of `model`, and only the latents are trained."""
+
+    path: Path | None = None
+    """What `latte_eqx.pretrained.load` reads; none to train all of a fresh model."""
+    window_share: float = 0.95
+    """How much of the attention the window has at first."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW with warm-up and decay."""
 
@@ -99,6 +109,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
+    pretrained: PretrainedConfig = field(default_factory=PretrainedConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -135,6 +146,9 @@ class Config:
             raise ValueError(f"`optim.accumulate` must be positive and divide `data.batch_size`, got {got}.")
         if list(self.task.groups) != sorted(set(self.task.groups)):
             raise ValueError(f"`task.groups` must increase, got {self.task.groups}.")
+        if self.pretrained.path is not None and (self.model.mixer != "macchiato" or self.model.window_bias is None):
+            got = f"model.mixer={self.model.mixer!r}, model.window_bias={self.model.window_bias}"
+            raise ValueError(f"A pretrained model must become a 'macchiato' with a `model.window_bias`, got {got}.")
         if self.mesh.seq != 1:
             raise ValueError(f"`mesh.seq` must be 1: sequences are not sharded yet, got mesh.seq={self.mesh.seq}.")
         if self.model.mixer == "attention" and self.data.seq > self.model.max_length:

@@ -8,7 +8,7 @@ Tokens are shown as they come; how fast they came, and what the model remembers 
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 import equinox as eqx
 import jax
 import tyro
-from tokenizers.decoders import DecodeStream
 
-from data.tokenizer import Tokenizer, load_tokenizer
+from data.tokenizer import AnyTokenizer, PretrainedTokenizer, load_tokenizer
 from latte_eqx import LanguageModel, generate
 from latte_eqx.pretrained import load
 from train.console import plain_errors
@@ -59,27 +58,9 @@ class Arguments:
             raise ValueError(f"`--step` must come with `--workdir`, got --model {self.model}.")
 
 
-class PretrainedText:
-    """The tokenizer that came with a pretrained model."""
-
-    def __init__(self, tokenizer: Any):
-        self.tokenizer = tokenizer
-        names = ("</s>", "<|im_end|>", "<|endoftext|>", "<eos>")
-        self.end_of_text = next((id for id in map(tokenizer.token_to_id, names) if id is not None), None)
-
-    def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, with the first one that the model expects."""
-        return self.tokenizer.encode(text).ids
-
-    def stream(self) -> Callable[[int | None], str]:
-        """Return a function from the next token to the characters it completes."""
-        decoder = DecodeStream(skip_special_tokens=True)
-        return lambda token: "" if token is None else decoder.step(self.tokenizer, token) or ""
-
-
 def write_sample(
     model: LanguageModel,
-    tokenizer: Tokenizer | PretrainedText,
+    tokenizer: AnyTokenizer,
     prompt: str,
     *,
     max_new_tokens: int = 200,
@@ -90,7 +71,7 @@ def write_sample(
     path: Path | None = None,
 ) -> str:
     """Print how the model continues the prompt, token by token; return it, and append it to a file."""
-    ids = list(map(int, tokenizer.encode(prompt))) or [tokenizer.end_of_text or 0]
+    ids = list(map(int, tokenizer.encode(prompt))) or [tokenizer.end_of_text]
     stream, text, times = tokenizer.stream(), [prompt], [time.perf_counter()]
     # A blank before the first new word depends on there being words before it.
     for token in ids[-8:]:
@@ -146,7 +127,7 @@ def main(arguments: Arguments) -> None:
         model, _, tokenizer = load(arguments.model)
         if tokenizer is None:
             raise ValueError(f"{arguments.model} must come with a tokenizer, got none.")
-        text, prompt = PretrainedText(tokenizer), ""
+        text, prompt = PretrainedTokenizer(str(arguments.model), tokenizer), ""
     else:
         assert arguments.workdir is not None
         run = restore_run(arguments.workdir, step=arguments.step)

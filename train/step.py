@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PyTree
 
 from latte_eqx import LanguageModel
+from latte_eqx.pretrained import is_new, load, to_macchiato
 from train import fsdp
 from train.config import Config
 from train.objective import Batch, Scores, Sums, make_model, summed_loss, summed_scores
@@ -23,7 +24,11 @@ LOSS_MEMORY = 100
 
 
 class TrainState(eqx.Module):
-    """Everything a run carries from step to step: arrays only. `params` is the model without its functions."""
+    """Everything a run carries from step to step: arrays only. `params` is the model without its functions.
+
+    Of a fresh model all is trained. Of a pretrained one only what is new is trained; the rest is kept in the type of
+    the matrix products, and the optimizer does not know of it.
+    """
 
     params: PyTree
     optimizer: optax.OptState
@@ -79,34 +84,48 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         raise ValueError(f"Devices times `optim.accumulate` ({rows}) must divide `data.batch_size`, got {got}.")
     make = lambda: make_model(config.model, config.task, key=jax.random.key(config.seed))
     build = lambda: eqx.partition(make(), eqx.is_inexact_array)
-    abstract_params, static = eqx.filter_eval_shape(build)
-    specs = fsdp.parameter_specs(abstract_params, mesh)
+    abstract, static = eqx.filter_eval_shape(build)
+    is_trained = jax.tree.map(lambda _: True, abstract) if config.pretrained.path is None else is_new(abstract)
+    specs = fsdp.parameter_specs(abstract, mesh)
+    trained_specs, frozen_specs = eqx.partition(specs, is_trained)
     optimizer = make_optimizer(config.optim, config.steps)
 
-    def init():
-        params, _ = build()
+    def begin(model):
+        """Return the state before the first step."""
+        trained, frozen = eqx.partition(model, is_trained)
+        params = eqx.combine(trained, jax.tree.map(lambda x: x.astype(config.compute_dtype), frozen))
         zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, optimizer.init(params), zero, zero, zero, jnp.zeros(()))
+        return TrainState(params, optimizer.init(trained), zero, zero, zero, jnp.zeros(()))
 
-    abstract_state = jax.eval_shape(init)
+    abstract_state = jax.eval_shape(begin, abstract)
     optimizer_specs = optax.tree_utils.tree_map_params(
-        optimizer, lambda _, spec: spec, abstract_state.optimizer, specs, transform_non_params=lambda _: PartitionSpec()
+        optimizer,
+        lambda _, spec: spec,
+        abstract_state.optimizer,
+        trained_specs,
+        transform_non_params=lambda _: PartitionSpec(),
     )
     state_specs = jax.tree.map(lambda _: PartitionSpec(), abstract_state)
     state_specs = eqx.tree_at(lambda state: (state.params, state.optimizer), state_specs, (specs, optimizer_specs))
     state_shardings = fsdp.shardings(state_specs, mesh)
     place = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    loss_and_gradient = _loss_and_gradient(config, mesh, static, specs)
+    loss_and_gradient = _loss_and_gradient(config, mesh, static, specs, (trained_specs, frozen_specs))
     schedule = make_schedule(config.optim, config.steps)
+    if config.pretrained.path is None:
+        init = jax.jit(lambda: begin(build()[0]), out_shardings=state_shardings)
+    else:
+        read = lambda: jax.device_put(_read_pretrained(config, abstract), fsdp.shardings(specs, mesh))
+        init = lambda: jax.jit(begin, out_shardings=state_shardings)(read())
 
     def train_step(state, batch):
-        loss, gradient = loss_and_gradient(state.params, batch, state.step)
+        trained, frozen = eqx.partition(state.params, is_trained)
+        loss, gradient = loss_and_gradient(trained, frozen, batch, state.step)
         # Optax relies on implicit promotion, which strict settings forbid.
         with jax.numpy_dtype_promotion("standard"):
-            updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
+            updates, optimizer_state = optimizer.update(gradient, state.optimizer, trained)
             learning_rate = schedule(state.step)
         after = TrainState(
-            optax.apply_updates(state.params, updates),
+            eqx.combine(optax.apply_updates(trained, updates), frozen),
             optimizer_state,
             state.step,
             state.num_skipped,
@@ -135,7 +154,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         return eqx.tree_at(lambda state: state.step, state, state.step + 1), metrics
 
     return Trainer(
-        jax.jit(init, out_shardings=state_shardings),
+        init,
         jax.jit(train_step, donate_argnums=0, out_shardings=(state_shardings, None)),
         jax.jit(lambda state, batch: _evaluate(config, mesh, static, specs)(state.params, batch)),
         jax.tree.map(place, abstract_state, state_shardings),
@@ -145,36 +164,60 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     )
 
 
+def _read_pretrained(config: Config, abstract: PyTree) -> PyTree:
+    """Return the arrays of the pretrained model, with new latents; they must be those that the config says."""
+    assert config.pretrained.path is not None
+    sizes = config.model
+    model = to_macchiato(
+        load(config.pretrained.path).model,
+        window=sizes.window,
+        num_latents=sizes.num_latents,
+        feed=sizes.feed,
+        latent_proj=sizes.latent_proj,
+        p0=config.pretrained.window_share,
+        key=jax.random.key(config.seed),
+    )
+    arrays = eqx.filter(model, eqx.is_inexact_array)
+    shapes = lambda tree: {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+    wanted, got = shapes(abstract), shapes(arrays)
+    for name in sorted(wanted.keys() | got.keys()):
+        if wanted.get(name) != got.get(name):
+            difference = f"{name} of shape {wanted.get(name)}, got {got.get(name)} in {config.pretrained.path}"
+            raise ValueError(f"`model` must be the pretrained model with a window and latents: it has {difference}.")
+    return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(arrays))
+
+
 def _running_mean(mean: Float[Array, ""], loss: Float[Array, ""], step: Int[Array, ""]) -> Float[Array, ""]:
     """Average the losses so far, the latest ones most."""
     share = 1 / jnp.minimum(step + 1, LOSS_MEMORY).astype(jnp.float32)
     return mean + share * (loss - mean)
 
 
-def _loss_and_gradient(config: Config, mesh: Mesh, static: PyTree, specs: PyTree):
-    """Return the mean loss over the batch and its gradient, sharded as the parameters are."""
+def _loss_and_gradient(config: Config, mesh: Mesh, static: PyTree, specs: PyTree, split_specs: tuple[PyTree, PyTree]):
+    """Return the mean loss over the batch and its gradient, sharded as the trained parameters are."""
 
-    def local(params, batch, step):
+    def local(trained, frozen, batch, step):
         count = fsdp.total((batch["targets"] >= 0).sum())
         scale = 1 / jnp.maximum(count, 1).astype(jnp.float32)
-        loss = lambda params, part: scale * summed_loss(config, static, specs, params, part, step)
+        whole = lambda trained: eqx.combine(trained, frozen)
+        loss = lambda trained, part: scale * summed_loss(config, static, specs, whole(trained), part, step)
         if config.optim.accumulate == 1:
-            value, gradient = jax.value_and_grad(loss)(params, batch)
+            value, gradient = jax.value_and_grad(loss)(trained, batch)
             return fsdp.total(value), gradient
         num_parts = config.optim.accumulate
         parts = jax.tree.map(lambda x: x.reshape(num_parts, x.shape[0] // num_parts, *x.shape[1:]), batch)
 
         def accumulate(sums, part):
-            value, gradient = jax.value_and_grad(loss)(params, part)
+            value, gradient = jax.value_and_grad(loss)(trained, part)
             return jax.tree.map(jnp.add, sums, (fsdp.total(value), gradient)), None
 
-        sums, _ = lax.scan(accumulate, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params)), parts)
+        sums, _ = lax.scan(accumulate, (jnp.zeros(()), jax.tree.map(jnp.zeros_like, trained)), parts)
         return sums
 
-    def run(params, batch, step):
-        in_specs = (specs, batch_specs(batch), PartitionSpec())
-        sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(PartitionSpec(), specs))
-        return sharded(params, batch, step)
+    def run(trained, frozen, batch, step):
+        in_specs = (*split_specs, batch_specs(batch), PartitionSpec())
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=(PartitionSpec(), split_specs[0]))
+        return sharded(trained, frozen, batch, step)
 
     return run
 

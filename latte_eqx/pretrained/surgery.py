@@ -72,8 +72,9 @@ def to_macchiato(
 def is_new(model: LanguageModel) -> PyTree[bool]:
     """Say of each array of a model that `to_macchiato` made whether it is new, to be trained, or inherited.
 
-    As `eqx.partition(model, is_new(model))` takes it.
+    As `eqx.partition(model, is_new(model))` takes it. The arrays may be abstract.
     """
     nothing = jax.tree.map(lambda _: False, model)
     new = lambda tree: (tree.stack.blocks.mixer.latents, tree.stack.blocks.mixer.window_bias)
-    return eqx.tree_at(new, nothing, jax.tree.map(eqx.is_inexact_array, new(model)))
+    is_float = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+    return eqx.tree_at(new, nothing, jax.tree.map(is_float, new(model)))

@@ -37,8 +37,8 @@ SECTIONS = (
         "mqar_cpu/results.md",
         "mqar_cpu/results.png",
         """Rows of 64 tokens hold 4 keys with their values, and ask for the values again. Accuracy over the questions,
-by how many tokens back the answer stands: the window reaches 8 back. What a model knows from farther back it must have
-carried. `swa_cpu` is the control: the same window, without latents.
+by how many tokens back the answer stands: the window reaches 8 back, and two layers of it 16. What a model knows from
+farther back it must have carried. `swa_cpu` is the control: the same window, without latents.
 
     python -m data.prepare mqar --seq 64 --pairs 4 --num-tokens 64 --out prepared/mqar_cpu""",
     ),
@@ -116,7 +116,7 @@ def write_page(arguments: Arguments) -> list[str]:
         name = f"{Path(section.table).parts[0]}_{Path(section.figure).stem}.png"
         shutil.copyfile(figure, figures / name)
         picture = f"![{section.title}]({figures.name}/{name})"
-        page += [f"## {section.title}", section.text, table.read_text().strip(), picture]
+        page += [f"## {section.title}", section.text, table.read_text().strip("\n"), picture]
     arguments.out.write_text("\n\n".join(page) + "\n")
     return missing
 

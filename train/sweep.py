@@ -159,7 +159,7 @@ def write_report(arguments: Arguments, options: Sequence[str], results: dict[str
     lines = [
         f"    {shlex.join(command)}",
         "",
-        f"{len(arguments.seeds)} seeds each, mean ± half of the range; {where}; {minutes:.0f} minutes in all.",
+        f"Seeds: {len(arguments.seeds)}, mean ± half of the range; {where}; {minutes:.0f} minutes in all.",
         "",
         f"| variant | {' | '.join(names)} |",
         f"| --- {'| --- ' * len(names)}|",
@@ -186,7 +186,7 @@ def _draw(summary: dict[str, dict[str, tuple[float, float]]], path: Path) -> Non
     axes.set_yticks(np.arange(len(summary)) + 0.4 - height / 2, list(summary))
     axes.invert_yaxis()
     if len(names) > 1:
-        axes.legend()
+        figure.legend(loc="outside lower center", ncols=len(names), frameon=False)
     axes.set_xlabel(names[0] if len(names) == 1 else names[0].split(",")[0])
     figure.savefig(path, dpi=150)
     plt.close(figure)

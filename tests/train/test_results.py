@@ -7,13 +7,13 @@ def test_the_page_holds_tables_and_figures(tmp_path, capsys):
     runs, page = tmp_path / "runs", tmp_path / "docs" / "results.md"
     page.parent.mkdir()
     (runs / "mqar_cpu").mkdir(parents=True)
-    (runs / "mqar_cpu" / "results.md").write_text("| swa | 16 % |\n")
+    (runs / "mqar_cpu" / "results.md").write_text("    a command\n\n| swa | 16 % |\n")
     (runs / "mqar_cpu" / "results.png").write_bytes(b"picture")
     (runs / "longer").mkdir()
     (runs / "longer" / "results.md").write_text("without a figure")
     results.main(results.Arguments(runs=runs, out=page))
     text = page.read_text()
-    assert "| swa | 16 % |" in text
+    assert "\n\n    a command\n\n| swa | 16 % |\n\n" in text
     assert "without a figure" not in text
     (picture,) = (page.parent / "results").iterdir()
     assert picture.read_bytes() == b"picture"

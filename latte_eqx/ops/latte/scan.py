@@ -1,4 +1,4 @@
-"""Token by token, as the paper lists it: the simple fallback and the yardstick."""
+"""Token by token, as the paper lists it but with averages in place of sums: the simple fallback and the yardstick."""
 
 import jax.numpy as jnp
 from jax import lax

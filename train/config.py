@@ -173,6 +173,7 @@ def smoke(config: Config, *, directory: Path) -> Config:
         num_layers=3,
         dim=128,
         num_heads=4,
+        num_kv_heads=None,
         mlp_dim=384,
         num_latents=64,
         window=32,
@@ -181,6 +182,7 @@ def smoke(config: Config, *, directory: Path) -> Config:
     return replace(
         config,
         model=model,
+        pretrained=PretrainedConfig(),
         data=replace(config.data, directory=directory, seq=seq, batch_size=batch_size, num_workers=0),
         optim=replace(config.optim, peak_lr=3e-3, end_lr=3e-4, warmup_steps=20, accumulate=1),
         checkpoint=replace(config.checkpoint, every=50),

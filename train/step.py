@@ -10,7 +10,7 @@ import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from latte_eqx import LanguageModel
 from latte_eqx.pretrained import is_new, load, to_macchiato
@@ -136,13 +136,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         is_good = jnp.isfinite(loss) & jnp.isfinite(norm)
         if config.spike_factor is not None:
             is_good &= (state.step < LOSS_MEMORY) | (loss <= config.spike_factor * state.mean_loss)
-        skipped = eqx.tree_at(
-            lambda state: (state.num_skipped, state.num_skipped_in_a_row),
-            state,
-            (state.num_skipped + 1, state.num_skipped_in_a_row + 1),
-        )
-        # Chosen, never multiplied: zero times infinity would be let in.
-        state = jax.tree.map(lambda new, old: jnp.where(is_good, new, old), after, skipped)
+        state = _skip_unless(is_good, state, after)
         metrics = {
             "loss": loss,
             "gradient_norm": norm,
@@ -162,6 +156,17 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
         config,
         mesh,
     )
+
+
+def _skip_unless(is_good: Bool[Array, ""], before: TrainState, after: TrainState) -> TrainState:
+    """Take the state after a step if it is good, else the one before, with one more step skipped."""
+    skipped = eqx.tree_at(
+        lambda state: (state.num_skipped, state.num_skipped_in_a_row),
+        before,
+        (before.num_skipped + 1, before.num_skipped_in_a_row + 1),
+    )
+    # Chosen, never multiplied: zero times infinity would be let in.
+    return jax.tree.map(lambda new, old: jnp.where(is_good, new, old), after, skipped)
 
 
 def _read_pretrained(config: Config, abstract: PyTree) -> PyTree:

@@ -210,9 +210,9 @@ def test_one_compilation_for_all_packed_batches():
     state, _ = trainer.train_step(state, trainer.put_batch(batch(0, documents=True)))
     compilations = []
 
-    def listen(event, *_, **__):
+    def listen(event, *_, **what):
         if event == "/jax/core/compile/backend_compile_duration":
-            compilations.append(event)
+            compilations.append((event, what))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     for step in range(1, 200):

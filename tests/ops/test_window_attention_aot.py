@@ -134,10 +134,7 @@ def test_gpu_kernels(kind, setting):
     program, kernels = target.compile_kernels(run, *given)
     kernels = {kernel.name: kernel for kernel in kernels if kernel.name.startswith("window_attention")}
     assert set(kernels) == {"window_attention_forward", "window_attention_backward"}
-    # The assembler does not want more registers for these, though there are.
-    most = 96 if dtype == "float32" and head_dim in (96, 128) else 16 if settings else 0
-    assert kernels["window_attention_forward"].spilled == 0, kernels
-    assert kernels["window_attention_backward"].spilled <= most, kernels
+    assert not any(kernel.spilled for kernel in kernels.values()), kernels
     assert all(0 < kernel.shared_memory <= GPU_TRAITS[kind]["shared_optin"] for kernel in kernels.values()), kernels
     text = program.as_text()
     assert text.count(GPU_KERNEL) == 2

@@ -3,11 +3,12 @@
 Variants, from the paper's worst to its best: latte, latte_pp, latte_conv, latte_r, latte_conv_swa, latte_r_swa,
 transformer_pp; and r_swa, which is not among its ablations. All see the same tokens in the same order.
 
-    python -m data.prepare text novels_train.txt.xz --valid novels_valid.txt.xz --out prepared/novels
+    xz -dc novels_valid.txt.xz | head -c 400000 > novels_valid.txt
+    python -m data.prepare text novels_train.txt.xz --valid novels_valid.txt --out prepared/novels
     python -m train.sweep --config configs/ablation.py --variants latte latte_pp latte_conv latte_r latte_conv_swa \\
         latte_r_swa transformer_pp --seeds 0 1 2 --split valid --data.directory prepared/novels --out runs/ablation
 
-Parameters: 0.63M to 0.99M. Tokens: 8.2 million, 1000 steps of 16 x 512. Cost: 3e13 to 6e13 FLOPs (`train.flops`).
+Parameters: 0.63M to 0.99M. Tokens: 1.6 million, 400 steps of 8 x 512. Cost: 6e12 to 1.2e13 FLOPs (`train.flops`).
 """
 
 from dataclasses import replace
@@ -15,7 +16,7 @@ from dataclasses import replace
 from latte_eqx import PAPER_ROWS
 from train.config import CheckpointConfig, Config, DataConfig, OptimConfig, choose
 
-SEQ, BATCH, STEPS = 512, 16, 1000
+SEQ, BATCH, STEPS = 512, 8, 400
 
 
 def get_config(variant: str = "latte_r_swa") -> Config:
@@ -25,10 +26,10 @@ def get_config(variant: str = "latte_r_swa") -> Config:
         model=replace(choose(PAPER_ROWS, variant), **sizes, max_length=8 * SEQ),
         data=DataConfig(seq=SEQ, batch_size=BATCH),
         optim=OptimConfig(peak_lr=2e-3, end_lr=2e-4, warmup_steps=50),
-        checkpoint=CheckpointConfig(every=250),
+        checkpoint=CheckpointConfig(every=200),
         tokens=STEPS * BATCH * SEQ,
         compute_dtype="float32",
         remat="none",
-        eval_every=250,
-        eval_batches=20,
+        eval_every=200,
+        eval_batches=10,
     )

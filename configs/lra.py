@@ -37,7 +37,7 @@ TASKS = {
     "image": (1024, 257, 40, 512, 1e-3, 32, 0.05, 0.1, 200, 45_000),
     "pathfinder": (1024, 257, 256, 256, 1e-3, 64, 0.03, 0.2, 200, 160_000),
     "listops_cpu": (128, 16, 32, 64, 2e-3, 64, 0.01, 0.0, 2, 50_000),
-    "text_cpu": (1000, 257, 64, 64, 2e-3, 32, 0.05, 0.1, 3, 22_500),
+    "text_cpu": (1000, 257, 64, 64, 2e-3, 32, 0.05, 0.1, 2, 22_500),
 }
 KINDS = {
     "listops": TaskConfig(kind="classify", num_classes=10),
@@ -79,6 +79,7 @@ def get_config(variant: str = "listops_latte_r_swa") -> Config:
         checkpoint=CheckpointConfig(every=max(steps // epochs, 1)),
         tokens=steps * batch_size * seq,
         compute_dtype="float32" if is_small else "bfloat16",
+        remat="none" if is_small else "full",
         eval_every=max(steps // epochs, 1),
         eval_batches=1000,
     )

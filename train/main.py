@@ -7,6 +7,7 @@ The same command goes on where a run was left. Every field of the config can be 
 """
 
 import argparse
+import ctypes
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,9 @@ from train.loop import train
 from train.metrics import Sink, TensorBoardSink, WandbSink
 from train.plot import plot_losses
 from train.workdir import WorkDirectory, differences, open_workdir
+
+# Options of glibc's mallopt, as its malloc.h numbers them.
+M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         jax.distributed.initialize(*where, heartbeat_timeout_seconds=30)
     is_main = jax.process_index() == 0
     _use_compilation_cache()
+    if jax.default_backend() == "cpu":
+        _keep_freed_memory()
     with open_workdir(path, fresh=command.fresh, overwrite=command.overwrite, is_main=is_main) as workdir:
         if command.smoke and is_main:
             _prepare_corpus(workdir.path / "data")
@@ -122,6 +128,17 @@ def _use_compilation_cache() -> None:
     """Keep compiled programs between runs, where JAX is not told otherwise."""
     if not jax.config.values["jax_compilation_cache_dir"]:
         jax.config.update("jax_compilation_cache_dir", str(Path.home() / ".cache" / "latte_eqx"))
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what a step frees for the next step, which on a CPU is then up to a third faster.
+
+    By default it returns large arrays to the system, which has to map and clear their pages anew in every step.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
+            mallopt(option, value)
 
 
 def _prepare_corpus(directory: Path) -> None:

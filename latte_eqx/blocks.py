@@ -6,14 +6,15 @@ import equinox as eqx
 import jax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from latte_eqx.layers import GatedMLP, GeluMLP
+from latte_eqx.layers import Gate, GatedMLP, GeluMLP
 from latte_eqx.mixers import RSWA, SWA, FullAttention, LatteBidir, LatteCausal, Macchiato
 
 Mixer = LatteCausal | LatteBidir | Macchiato | SWA | FullAttention | RSWA
+Norm = eqx.nn.LayerNorm | eqx.nn.RMSNorm
 BlockStyle = Literal["base", "plus_plus"]
 
 
-def make_norm(style: BlockStyle, dim: int, eps: float = 1e-6) -> eqx.nn.LayerNorm | eqx.nn.RMSNorm:
+def make_norm(style: BlockStyle, dim: int, eps: float = 1e-6) -> Norm:
     """Make the norm of a style: LayerNorm with a bias for `"base"`, RMSNorm without for `"plus_plus"`."""
     if style not in get_args(BlockStyle):
         raise ValueError(f"`style` must be one of {get_args(BlockStyle)}, got {style!r}.")
@@ -25,14 +26,17 @@ class MacchiatoBlock(eqx.Module):
 
     $$h = x + \mathrm{mixer}(\mathrm{norm}(x)), \quad y = h + \mathrm{mlp}(\mathrm{norm}(h))$$
 
-    Style `"plus_plus"` has RMSNorm and SwiGLU without biases, `"base"` LayerNorm and a GELU MLP with biases. Without
-    an MLP if `mlp_dim` is 0. Dropout acts on what mixer and MLP add, and only where a `key` is given.
+    Style `"plus_plus"` has RMSNorm and SwiGLU without biases, or another `gate`, `"base"` LayerNorm and a GELU MLP with
+    biases. Without an MLP if `mlp_dim` is 0. With `norm_after`, what mixer and MLP add is normed too. Dropout acts on
+    what they add, and only where a `key` is given.
     """
 
     mixer: Mixer
-    mixer_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm
+    mixer_norm: Norm
     mlp: GatedMLP | GeluMLP | None
-    mlp_norm: eqx.nn.LayerNorm | eqx.nn.RMSNorm | None
+    mlp_norm: Norm | None
+    mixer_norm_after: Norm | None
+    mlp_norm_after: Norm | None
     dropout: eqx.nn.Dropout
 
     def __init__(
@@ -44,6 +48,8 @@ class MacchiatoBlock(eqx.Module):
         style: BlockStyle = "plus_plus",
         dropout: float = 0.0,
         norm_eps: float = 1e-6,
+        norm_after: bool = False,
+        gate: Gate = "silu",
         key: PRNGKeyArray,
     ):
         if mlp_dim < 0:
@@ -51,9 +57,13 @@ class MacchiatoBlock(eqx.Module):
         if not 0 <= dropout < 1:
             raise ValueError(f"`dropout` must lie in [0, 1), got {dropout=}.")
         self.mixer = mixer
-        self.mixer_norm = make_norm(style, dim, norm_eps)
-        self.mlp = (GeluMLP if style == "base" else GatedMLP)(dim, mlp_dim, key=key) if mlp_dim else None
-        self.mlp_norm = make_norm(style, dim, norm_eps) if mlp_dim else None
+        norm = lambda: make_norm(style, dim, norm_eps)
+        self.mixer_norm, self.mixer_norm_after = norm(), norm() if norm_after else None
+        self.mlp = self.mlp_norm = self.mlp_norm_after = None
+        if mlp_dim:
+            is_base = style == "base"
+            self.mlp = GeluMLP(dim, mlp_dim, key=key) if is_base else GatedMLP(dim, mlp_dim, gate=gate, key=key)
+            self.mlp_norm, self.mlp_norm_after = norm(), norm() if norm_after else None
         self.dropout = eqx.nn.Dropout(dropout)
 
     def __call__(
@@ -66,7 +76,8 @@ class MacchiatoBlock(eqx.Module):
     ) -> Float[Array, "seq dim"]:
         """Mix a whole sequence. Further arguments, as a `mask`, go to the mixer."""
         mixer_key, mlp_key = (None, None) if key is None else jax.random.split(key)
-        x += self._drop(self.mixer(jax.vmap(self.mixer_norm)(x), segment_ids, **mixer_arguments), mixer_key)
+        y = self.mixer(jax.vmap(self.mixer_norm)(x), segment_ids, **mixer_arguments)
+        x += self._drop(_normed(self.mixer_norm_after, y), mixer_key)
         return self._add_mlp(x, mlp_key)
 
     def init_state(self) -> PyTree:
@@ -76,7 +87,7 @@ class MacchiatoBlock(eqx.Module):
     def extend(self, x: Float[Array, "seq dim"], state: PyTree) -> tuple[Float[Array, "seq dim"], PyTree]:
         """Mix further tokens."""
         y, state = self._causal_mixer().extend(jax.vmap(self.mixer_norm)(x), state)
-        return self._add_mlp(x + y, None), state
+        return self._add_mlp(x + _normed(self.mixer_norm_after, y), None), state
 
     def _causal_mixer(self):
         if isinstance(self.mixer, LatteBidir):
@@ -87,7 +98,11 @@ class MacchiatoBlock(eqx.Module):
         if self.mlp is None or self.mlp_norm is None:
             return x
         y = jax.vmap(self.mlp)(jax.vmap(self.mlp_norm)(x))
-        return x + self._drop(y, key)
+        return x + self._drop(_normed(self.mlp_norm_after, y), key)
 
     def _drop(self, x, key):
         return self.dropout(x, key=key, inference=key is None)
+
+
+def _normed(norm, x):
+    return x if norm is None else jax.vmap(norm)(x)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import equinox as eqx
 import jax
@@ -13,6 +14,8 @@ from latte_eqx.ops.segments import count_segments
 
 # Every matrix starts as Normal(0, INIT_STD^2); models rescale some of them.
 INIT_STD = 0.02
+# What opens a gated MLP; "gelu" is the approximation by tanh.
+Gate = Literal["silu", "gelu"]
 
 
 def linear(in_features: int, out_features: int, *, use_bias: bool = False, key: PRNGKeyArray) -> eqx.nn.Linear:
@@ -106,13 +109,17 @@ class CausalConv(eqx.Module):
 
 
 class GatedMLP(eqx.Module):
-    r"""SwiGLU: $W_\text{out}(\mathrm{silu}(W_\text{gate} x) \odot W_\text{in} x)$, without biases."""
+    r"""$W_\text{out}(\mathrm{gate}(W_\text{gate} x) \odot W_\text{in} x)$, without biases; SwiGLU if it is silu."""
 
     to_gate: eqx.nn.Linear
     to_hidden: eqx.nn.Linear
     to_out: eqx.nn.Linear
+    gate: Gate = eqx.field(static=True)
 
-    def __init__(self, dim: int, mlp_dim: int, *, key: PRNGKeyArray):
+    def __init__(self, dim: int, mlp_dim: int, *, gate: Gate = "silu", key: PRNGKeyArray):
+        if gate not in get_args(Gate):
+            raise ValueError(f"`gate` must be one of {get_args(Gate)}, got {gate!r}.")
+        self.gate = gate
         gate_key, hidden_key, out_key = jax.random.split(key, 3)
         self.to_gate = linear(dim, mlp_dim, key=gate_key)
         self.to_hidden = linear(dim, mlp_dim, key=hidden_key)
@@ -120,7 +127,8 @@ class GatedMLP(eqx.Module):
 
     def __call__(self, x: Float[Array, " dim"]) -> Float[Array, " dim"]:
         """Map one token."""
-        return self.to_out(jax.nn.silu(self.to_gate(x)) * self.to_hidden(x))
+        gate = jax.nn.silu if self.gate == "silu" else jax.nn.gelu
+        return self.to_out(gate(self.to_gate(x)) * self.to_hidden(x))
 
 
 class GeluMLP(eqx.Module):

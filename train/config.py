@@ -174,6 +174,8 @@ def smoke(config: Config, *, directory: Path) -> Config:
         dim=128,
         num_heads=4,
         num_kv_heads=None,
+        head_dim=None,
+        attention_scale=None,
         mlp_dim=384,
         num_latents=64,
         window=32,

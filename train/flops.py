@@ -5,8 +5,8 @@ multiplication and an addition count as two; element-wise work is left out. The 
 
     matrices     2 for each entry of each matrix, the output map included
     latte        4 x latents x head_dim: each token feeds every latent of every head, and reads it
-    window       4 x dim x keys, keys being the mean of those in sight over the row: min(t, window) + 1 if causal
-    attention    4 x dim x (seq + 1) / 2 if causal, otherwise 4 x dim x seq
+    window       4 x width x keys, keys being the mean of those in sight over the row: min(t, window) + 1 if causal
+    attention    4 x width x (seq + 1) / 2 if causal, otherwise 4 x width x seq; width is that of all heads
 """
 
 import equinox as eqx
@@ -28,13 +28,19 @@ def forward_flops_per_token(config: ModelConfig, seq: int, task: TaskConfig | No
     # A model of classes has no output map for each token, and what it looks up costs nothing.
     matrices = params if task.kind == "next_token" else params.encoder.stack
     entries = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(eqx.filter(matrices, is_decayed(matrices))))
+    if not config.tie_embedding:
+        # What is only looked up.
+        entries -= config.vocab_size * config.dim
     # A pair has two rows of so many tokens.
     rows = 2 if task.kind == "classify_pairs" else 1
-    return rows * (2 * entries + config.num_layers * _mixing_flops(config, seq))
+    kinds = config.layers
+    mixing = sum(_mixing_flops(kinds[layer % len(kinds)], seq) for layer in range(config.num_layers))
+    return rows * (2 * entries + mixing)
 
 
 def _mixing_flops(config: ModelConfig, seq: int) -> float:
-    latents = 4.0 * config.num_latents * (config.dim // config.num_heads)
+    head_dim = config.dim // config.num_heads if config.head_dim is None else config.head_dim
+    latents, width = 4.0 * config.num_latents * head_dim, head_dim * config.num_heads
     seen_in_window = float((np.minimum(np.arange(seq), config.window) + 1).mean())
     if not config.causal:
         seen_in_window = 2 * seen_in_window - 1
@@ -42,11 +48,11 @@ def _mixing_flops(config: ModelConfig, seq: int) -> float:
         case "latte" | "linear_attention":
             return latents
         case "macchiato":
-            return latents + 4 * config.dim * seen_in_window
+            return latents + 4 * width * seen_in_window
         case "swa" | "r_swa":
-            return 4 * config.dim * seen_in_window
+            return 4 * width * seen_in_window
         case "attention":
-            return 4 * config.dim * ((seq + 1) / 2 if config.causal else seq)
+            return 4 * width * ((seq + 1) / 2 if config.causal else seq)
 
 
 def train_flops_per_token(config: ModelConfig, seq: int, task: TaskConfig | None = None) -> float:

@@ -115,12 +115,13 @@ def _score_next_tokens(config, static, specs, params, batch, keys, groups, dtype
     )(batch["inputs"], batch.get("segment_ids"), keys)
 
     def head(shard, features):
-        table = fsdp.gather(shard, specs.embedding, dtype).astype(jnp.float32)
+        table = fsdp.gather(shard, spec, dtype).astype(jnp.float32)
 
         def add_row(sums, row):
             """One row at a time, computed again for the backward pass: of all logits only a row's ever exist."""
             features, targets, groups = row
-            losses, correct = _compare(next_token_logits(features, table.astype(features.dtype)), targets)
+            logits = next_token_logits(features, table.astype(features.dtype), config.model.logit_cap)
+            losses, correct = _compare(logits, targets)
             new = losses.sum() if groups is None else _sum_groups(config, losses, correct, targets >= 0, groups)
             return jax.tree.map(jnp.add, sums, new), None
 
@@ -129,7 +130,8 @@ def _score_next_tokens(config, static, specs, params, batch, keys, groups, dtype
         rows = features, batch["targets"], groups
         return lax.scan(jax.checkpoint(add_row, prevent_cse=False), start, rows)[0]
 
-    return jax.checkpoint(head)(params.embedding, features)
+    shard, spec = (x.embedding if params.head is None else x.head for x in (params, specs))
+    return jax.checkpoint(head)(shard, features)
 
 
 def _compare(

@@ -114,7 +114,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     if config.pretrained.path is None:
         init = jax.jit(lambda: begin(build()[0]), out_shardings=state_shardings)
     else:
-        read = lambda: jax.device_put(_read_pretrained(config, abstract), fsdp.shardings(specs, mesh))
+        read = lambda: jax.device_put(_read_pretrained(config, abstract, mesh), fsdp.shardings(specs, mesh))
         init = lambda: jax.jit(begin, out_shardings=state_shardings)(read())
 
     def train_step(state, batch):
@@ -169,12 +169,18 @@ def _skip_unless(is_good: Bool[Array, ""], before: TrainState, after: TrainState
     return jax.tree.map(lambda new, old: jnp.where(is_good, new, old), after, skipped)
 
 
-def _read_pretrained(config: Config, abstract: PyTree) -> PyTree:
-    """Return the arrays of the pretrained model, with new latents; they must be those that the config says."""
+def _read_pretrained(config: Config, abstract: PyTree, mesh: Mesh) -> PyTree:
+    """Return the arrays of the pretrained model, with new latents; they must be those that the config says.
+
+    Every device reads its own shards.
+    """
     assert config.pretrained.path is not None
     sizes = config.model
+    is_abstract_array = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    specs = lambda model: fsdp.parameter_specs(eqx.filter(model, is_abstract_array), mesh)
+    pretrained = load(config.pretrained.path, shardings=lambda model: fsdp.shardings(specs(model), mesh))
     model = to_macchiato(
-        load(config.pretrained.path).model,
+        pretrained.model,
         window=sizes.window,
         num_latents=sizes.num_latents,
         feed=sizes.feed,

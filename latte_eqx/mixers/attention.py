@@ -1,5 +1,7 @@
 """Softmax attention: inside a window, or over everything."""
 
+from typing import TypedDict, Unpack
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,19 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from latte_eqx.layers import YaRN, linear, rotary
 from latte_eqx.mixers.latents import join_heads, split_heads
 from latte_eqx.ops import window_attention
+
+
+class HeadSettings(TypedDict, total=False):
+    """What attention can be told beyond its sizes; what each means, and is by default, stands in `Window`."""
+
+    num_kv_heads: int | None
+    head_dim: int | None
+    causal: bool
+    rotary_base: float | None
+    yarn: YaRN | None
+    scale: float | None
+    soft_cap: float | None
+    norm_eps: float | None
 
 
 class WindowState(eqx.Module):
@@ -19,16 +34,25 @@ class WindowState(eqx.Module):
 
 
 class Window(eqx.Module):
-    """Queries and keys of a sliding window; values come from outside. A query sees itself and `window` past keys."""
+    """Queries and keys of a sliding window; values come from outside. A query sees itself and `window` past keys.
+
+    With fewer `num_kv_heads`, several heads share a key. Heads have `head_dim` dims, by default `dim / num_heads`. They
+    are rotated by `rotary_base` (`None` for no rotation), which `yarn` may stretch. `scale` multiplies the logits, by
+    default one over the root of `head_dim`, and `soft_cap` then bounds them. With a `norm_eps`, queries and keys are
+    normed before they are rotated.
+    """
 
     to_query: eqx.nn.Linear
     to_key: eqx.nn.Linear
+    query_norm: eqx.nn.RMSNorm | None
+    key_norm: eqx.nn.RMSNorm | None
     num_heads: int = eqx.field(static=True)
     num_kv_heads: int = eqx.field(static=True)
     window: int = eqx.field(static=True)
     causal: bool = eqx.field(static=True)
     rotary_base: float | None = eqx.field(static=True)
     yarn: YaRN | None = eqx.field(static=True)
+    scale: float | None = eqx.field(static=True)
     soft_cap: float | None = eqx.field(static=True)
 
     def __init__(
@@ -38,28 +62,36 @@ class Window(eqx.Module):
         window: int,
         *,
         num_kv_heads: int | None = None,
+        head_dim: int | None = None,
         causal: bool = True,
         rotary_base: float | None = 10_000.0,
         yarn: YaRN | None = None,
+        scale: float | None = None,
         soft_cap: float | None = None,
+        norm_eps: float | None = None,
         key: PRNGKeyArray,
     ):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if window < 0:
             raise ValueError(f"`window` must not be negative, got {window=}.")
-        if num_heads < 1 or dim % num_heads:
+        if num_heads < 1 or (head_dim is None and dim % num_heads):
             raise ValueError(f"`num_heads` must divide `dim`, got {num_heads=}, {dim=}.")
+        head_dim = dim // num_heads if head_dim is None else head_dim
+        if head_dim < 1:
+            raise ValueError(f"`head_dim` must be positive, got {head_dim=}.")
         if num_kv_heads < 1 or num_heads % num_kv_heads:
             raise ValueError(f"`num_kv_heads` must divide `num_heads`, got {num_kv_heads=}, {num_heads=}.")
-        if rotary_base is not None and dim // num_heads % 2:
-            raise ValueError(f"Rotary positions need an even head size, got dim / num_heads = {dim // num_heads}.")
+        if rotary_base is not None and head_dim % 2:
+            raise ValueError(f"Rotary positions need an even head size, got {head_dim=}.")
         if rotary_base is None and yarn is not None:
             raise ValueError(f"`yarn` must be None where nothing is rotated, got {rotary_base=}, {yarn=}.")
         query_key, key_key = jax.random.split(key)
-        self.to_query = linear(dim, dim, key=query_key)
-        self.to_key = linear(dim, dim // num_heads * num_kv_heads, key=key_key)
+        self.to_query = linear(dim, head_dim * num_heads, key=query_key)
+        self.to_key = linear(dim, head_dim * num_kv_heads, key=key_key)
+        norm = lambda: None if norm_eps is None else eqx.nn.RMSNorm(head_dim, eps=norm_eps, use_bias=False)
+        self.query_norm, self.key_norm = norm(), norm()
         self.num_heads, self.num_kv_heads, self.window, self.causal = num_heads, num_kv_heads, window, causal
-        self.rotary_base, self.yarn, self.soft_cap = rotary_base, yarn, soft_cap
+        self.rotary_base, self.yarn, self.scale, self.soft_cap = rotary_base, yarn, scale, soft_cap
 
     def __call__(
         self,
@@ -94,14 +126,16 @@ class Window(eqx.Module):
     def _project(self, x, positions):
         queries = split_heads(jax.vmap(self.to_query)(x), self.num_heads)
         keys = split_heads(jax.vmap(self.to_key)(x), self.num_kv_heads)
+        if self.query_norm is not None and self.key_norm is not None:
+            each = lambda norm: jax.vmap(jax.vmap(norm))
+            queries, keys = each(self.query_norm)(queries), each(self.key_norm)(keys)
         if self.rotary_base is None:
             return queries, keys
         return tuple(rotary(x, positions, self.rotary_base, self.yarn) for x in (queries, keys))
 
     def _attend(self, queries, keys, values, **kwargs):
-        return window_attention(
-            queries, keys, values, window=self.window, causal=self.causal, soft_cap=self.soft_cap, **kwargs
-        )
+        settings = dict(window=self.window, causal=self.causal, scale=self.scale, soft_cap=self.soft_cap)
+        return window_attention(queries, keys, values, **settings, **kwargs)
 
 
 class SWA(eqx.Module):
@@ -109,40 +143,18 @@ class SWA(eqx.Module):
 
     $$y_t = \sum_{s=t-w}^t \mathrm{softmax}_s(q_t \cdot k_s / \sqrt{d})\, v_s$$
 
-    With `causal=False`, `window` tokens on either side.
+    With `causal=False`, `window` tokens on either side. Further settings are those of `Window`.
     """
 
     attention: Window
     to_value: eqx.nn.Linear
     to_out: eqx.nn.Linear
 
-    def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        window: int,
-        *,
-        num_kv_heads: int | None = None,
-        causal: bool = True,
-        rotary_base: float | None = 10_000.0,
-        yarn: YaRN | None = None,
-        soft_cap: float | None = None,
-        key: PRNGKeyArray,
-    ):
+    def __init__(self, dim: int, num_heads: int, window: int, *, key: PRNGKeyArray, **settings: Unpack[HeadSettings]):
         attention_key, value_key, out_key = jax.random.split(key, 3)
-        self.attention = Window(
-            dim,
-            num_heads,
-            window,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            rotary_base=rotary_base,
-            yarn=yarn,
-            soft_cap=soft_cap,
-            key=attention_key,
-        )
+        self.attention = Window(dim, num_heads, window, key=attention_key, **settings)
         self.to_value = linear(dim, self.attention.to_key.weight.shape[0], key=value_key)
-        self.to_out = linear(dim, dim, key=out_key)
+        self.to_out = linear(self.attention.to_query.weight.shape[0], dim, key=out_key)
 
     def __call__(
         self,
@@ -181,32 +193,12 @@ class FullAttention(eqx.Module):
     max_length: int = eqx.field(static=True)
 
     def __init__(
-        self,
-        dim: int,
-        num_heads: int,
-        max_length: int,
-        *,
-        num_kv_heads: int | None = None,
-        causal: bool = True,
-        rotary_base: float | None = 10_000.0,
-        yarn: YaRN | None = None,
-        soft_cap: float | None = None,
-        key: PRNGKeyArray,
+        self, dim: int, num_heads: int, max_length: int, *, key: PRNGKeyArray, **settings: Unpack[HeadSettings]
     ):
         if max_length < 1:
             raise ValueError(f"`max_length` must be positive, got {max_length=}.")
         self.max_length = max_length
-        self.attention = SWA(
-            dim,
-            num_heads,
-            max_length - 1,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            rotary_base=rotary_base,
-            yarn=yarn,
-            soft_cap=soft_cap,
-            key=key,
-        )
+        self.attention = SWA(dim, num_heads, max_length - 1, key=key, **settings)
 
     def __call__(
         self,

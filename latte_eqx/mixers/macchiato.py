@@ -1,12 +1,14 @@
 """Latte-Macchiato: a window and latents under one softmax."""
 
+from typing import Unpack
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
 
-from latte_eqx.layers import YaRN, linear
-from latte_eqx.mixers.attention import Window, WindowState
+from latte_eqx.layers import linear
+from latte_eqx.mixers.attention import HeadSettings, Window, WindowState
 from latte_eqx.mixers.latents import Feed, LatentProjection, Latents, document_ids, join_heads, split_heads
 from latte_eqx.ops import LatteState, latte_bidirectional, latte_causal
 
@@ -27,7 +29,8 @@ class Macchiato(eqx.Module):
     per head, where $p(\cdot|t)$ is one softmax over `num_latents / num_heads + 1` states, and all states share values
     and output map: before that map, every output is a convex combination of values. The latent logits come from a
     feed; the window reads the tokens themselves. `window_bias` starts a learned bias of state 0. With fewer
-    `num_kv_heads`, several heads share keys of the window and values, which the latents of each of them average.
+    `num_kv_heads`, several heads share keys of the window and values, which the latents of each of them average. This
+    and all further settings are those of `Window`.
 
     With `causal=False` the window looks both ways and the latents average the whole document.
     """
@@ -49,13 +52,11 @@ class Macchiato(eqx.Module):
         latent_proj: LatentProjection = "dense",
         norm_feed: bool = False,
         window_bias: float | None = None,
-        num_kv_heads: int | None = None,
-        causal: bool = True,
-        rotary_base: float | None = 10_000.0,
-        yarn: YaRN | None = None,
         key: PRNGKeyArray,
+        **settings: Unpack[HeadSettings],
     ):
         latents_key, window_key, value_key, out_key = jax.random.split(key, 4)
+        self.window = Window(dim, num_heads, window, key=window_key, **settings)
         self.latents = Latents(
             dim,
             num_latents,
@@ -64,21 +65,11 @@ class Macchiato(eqx.Module):
             latent_proj=latent_proj,
             norm_feed=norm_feed,
             extra_states=1,
-            causal=causal,
+            causal=self.window.causal,
             key=latents_key,
         )
-        self.window = Window(
-            dim,
-            num_heads,
-            window,
-            num_kv_heads=num_kv_heads,
-            causal=causal,
-            rotary_base=rotary_base,
-            yarn=yarn,
-            key=window_key,
-        )
         self.to_value = linear(dim, self.window.to_key.weight.shape[0], key=value_key)
-        self.to_out = linear(dim, dim, key=out_key)
+        self.to_out = linear(self.window.to_query.weight.shape[0], dim, key=out_key)
         self.window_bias = None if window_bias is None else jnp.full(num_heads, window_bias, jnp.float32)
 
     def __call__(

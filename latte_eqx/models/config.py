@@ -1,13 +1,13 @@
 """What a model is made of."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import jax
 from jaxtyping import PRNGKeyArray
 
 from latte_eqx.blocks import BlockStyle, MacchiatoBlock, Mixer
-from latte_eqx.layers import YaRN
+from latte_eqx.layers import Gate, YaRN
 from latte_eqx.mixers import RSWA, SWA, FullAttention, LatteBidir, LatteCausal, Macchiato
 from latte_eqx.mixers.latents import Feed, LatentProjection
 
@@ -22,10 +22,14 @@ class ModelConfig:
     Which mixer looks at which field: all at `dim` and `num_heads`; `latte`, `linear_attention` and `macchiato` at
     `num_latents`, `feed`, `latent_proj` and `norm_feed`; `macchiato`, `swa` and `r_swa` at `window`; `attention` at
     `max_length`; those that attend at `num_kv_heads` (`None` for as many as heads, but one for `r_swa`), `rotary_base`
-    (`None` for no rotation), `rotary_scale` and `rotary_length`.
+    (`None` for no rotation), `rotary_scale` and `rotary_length`, and, but for `r_swa`, at `head_dim`, `norm_heads`,
+    `attention_scale` and `attention_cap`.
 
     A `rotary_scale` above 1 is YaRN: what was trained on sequences of `rotary_length` tokens then reads sequences that
     are so many times as long, with the same parameters.
+
+    With `global_every` above 1, only every so-manyth layer is as the rest of the config says. The others are local:
+    they see `local_window` past keys where these attend to everything, and rotate by `local_rotary_base`.
     """
 
     mixer: MixerName = "macchiato"
@@ -34,7 +38,9 @@ class ModelConfig:
     dim: int = 768
     num_heads: int = 8
     num_kv_heads: int | None = None
+    head_dim: int | None = None
     mlp_dim: int = 3072
+    gate: Gate = "silu"
     num_latents: int = 128
     window: int = 128
     feed: Feed | None = "rglru"
@@ -44,16 +50,26 @@ class ModelConfig:
     rotary_base: float | None = 10_000.0
     rotary_scale: float = 1.0
     rotary_length: int | None = None
+    norm_heads: bool = False
+    attention_scale: float | None = None
+    attention_cap: float | None = None
+    global_every: int = 1
+    local_window: int | None = None
+    local_rotary_base: float | None = None
     positions: Positions = "none"
     style: BlockStyle = "plus_plus"
     norm_eps: float = 1e-6
+    norm_after: bool = False
+    scale_embedding: bool = False
+    tie_embedding: bool = True
+    logit_cap: float | None = None
     max_length: int = 1024
     causal: bool = True
     dropout: float = 0.0
     init: Literal["normal", "lecun"] = "normal"
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "dim", "num_heads", "max_length"):
+        for name in ("vocab_size", "num_layers", "dim", "num_heads", "max_length", "global_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` must be positive, got {name}={getattr(self, name)}.")
         for name, choices in (("mixer", MixerName), ("positions", Positions)):
@@ -68,6 +84,13 @@ class ModelConfig:
         if self.rotary_scale > 1 and (self.rotary_base is None or self.rotary_length is None):
             got = f"rotary_base={self.rotary_base}, rotary_length={self.rotary_length}"
             raise ValueError(f"`rotary_scale` above 1 must come with `rotary_base` and `rotary_length`, got {got}.")
+        if self.global_every > 1 and self.mixer not in ("attention", "macchiato"):
+            raise ValueError(f"`global_every` must be 1 for the mixer {self.mixer!r}, got {self.global_every}.")
+        if (self.global_every > 1 and self.mixer == "attention") != (self.local_window is not None):
+            got = f"mixer={self.mixer!r}, global_every={self.global_every}, local_window={self.local_window}"
+            raise ValueError(
+                f"`local_window` must be given for 'attention' with `global_every` above 1, only, got {got}."
+            )
         if not self.causal and self.mixer == "r_swa":
             raise ValueError("`causal` must be true for the mixer 'r_swa', which only looks back.")
 
@@ -75,6 +98,18 @@ class ModelConfig:
     def yarn(self) -> YaRN | None:
         """How the rotation is stretched; at `rotary_scale` 1 by nothing."""
         return None if self.rotary_length is None else YaRN(self.rotary_scale, self.rotary_length)
+
+    @property
+    def layers(self) -> tuple["ModelConfig", ...]:
+        """What the layers are that come again and again: local ones, if there are some, and then one like this."""
+        if self.global_every == 1:
+            return (self,)
+        local: dict[str, Any] = dict(global_every=1, local_window=None, local_rotary_base=None)
+        if self.mixer == "attention":
+            local |= dict(mixer="swa", window=self.local_window)
+        if self.local_rotary_base is not None:
+            local |= dict(rotary_base=self.local_rotary_base)
+        return (replace(self, **local),) * (self.global_every - 1) + (self,)
 
 
 def make_mixer(config: ModelConfig, *, key: PRNGKeyArray) -> Mixer:
@@ -89,7 +124,14 @@ def make_mixer(config: ModelConfig, *, key: PRNGKeyArray) -> Mixer:
     heads: dict[str, Any] = dict(rotary_base=config.rotary_base, yarn=config.yarn)
     if config.num_kv_heads is not None:
         heads["num_kv_heads"] = config.num_kv_heads
-    attention: dict[str, Any] = dict(causal=config.causal, **heads)
+    attention: dict[str, Any] = dict(
+        head_dim=config.head_dim,
+        causal=config.causal,
+        scale=config.attention_scale,
+        soft_cap=config.attention_cap,
+        norm_eps=config.norm_eps if config.norm_heads else None,
+        **heads,
+    )
     match config.mixer:
         case "latte" if config.causal:
             return LatteCausal(**sizes, **latents, key=key)
@@ -120,5 +162,7 @@ def make_block(config: ModelConfig, *, key: PRNGKeyArray) -> MacchiatoBlock:
         style=config.style,
         dropout=config.dropout,
         norm_eps=config.norm_eps,
+        norm_after=config.norm_after,
+        gate=config.gate,
         key=block_key,
     )

@@ -1,5 +1,7 @@
 """Next-token prediction."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -19,25 +21,31 @@ class LanguageModelState(eqx.Module):
 
 
 class LanguageModel(eqx.Module):
-    """Embedding, blocks, norm, and the embedding once more as the output map.
+    """Embedding, blocks, norm, and the embedding once more as the output map, unless there is a `head`.
 
     `model(tokens)` gives the logits of each next token. `init_state` and `extend` give the same logits piece by piece,
     at a cost per token that does not grow.
     """
 
     embedding: Float[Array, "vocab dim"]
+    head: Float[Array, "vocab dim"] | None
     stack: Stack
     dropout: eqx.nn.Dropout
     has_sinusoidal: bool = eqx.field(static=True)
+    scale_embedding: bool = eqx.field(static=True)
+    logit_cap: float | None = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, *, key: PRNGKeyArray):
         if not config.causal:
             raise ValueError("A language model must have `causal` true, got causal=False.")
         embedding_key, stack_key = jax.random.split(key)
-        self.embedding = INIT_STD * jax.random.normal(embedding_key, (config.vocab_size, config.dim))
+        table = lambda key: INIT_STD * jax.random.normal(key, (config.vocab_size, config.dim))
+        self.embedding = table(embedding_key)
+        self.head = None if config.tie_embedding else table(jax.random.fold_in(embedding_key, 1))
         self.stack = Stack(config, key=stack_key)
         self.dropout = eqx.nn.Dropout(config.dropout)
         self.has_sinusoidal = config.positions == "sinusoidal"
+        self.scale_embedding, self.logit_cap = config.scale_embedding, config.logit_cap
 
     def __call__(
         self,
@@ -47,7 +55,7 @@ class LanguageModel(eqx.Module):
         key: PRNGKeyArray | None = None,
     ) -> Float[Array, "seq vocab"]:
         """Return the logits of each next token; a `key` turns dropout on."""
-        return next_token_logits(self.features(tokens, segment_ids, key=key), self.embedding)
+        return self.logits(self.features(tokens, segment_ids, key=key))
 
     def features(
         self,
@@ -58,7 +66,7 @@ class LanguageModel(eqx.Module):
         wrap: LayerWrapper | None = None,
         dtype: DTypeLike | None = None,
     ) -> Float[Array, "seq dim"]:
-        """Return what the logits are a linear map of. `wrap` is that of `Stack`; `dtype` is the type
+        """Return what `logits` makes logits of. `wrap` is that of `Stack`; `dtype` is the type
         in which the layers compute, by default that of the embedding.
         """
         embedding_key, stack_key = (None, None) if key is None else jax.random.split(key)
@@ -84,15 +92,23 @@ class LanguageModel(eqx.Module):
         """Return the logits after further tokens."""
         x = self._embed(tokens, state.position + jnp.arange(tokens.shape[0]))
         x, layers = self.stack.extend(x, state.layers)
-        return next_token_logits(x, self.embedding), LanguageModelState(layers, state.position + tokens.shape[0])
+        return self.logits(x), LanguageModelState(layers, state.position + tokens.shape[0])
+
+    def logits(self, features: Float[Array, "seq dim"]) -> Float[Array, "seq vocab"]:
+        """Return the logits of each next token."""
+        table = self.embedding if self.head is None else self.head
+        return next_token_logits(features, table, self.logit_cap)
 
     def _embed(self, tokens, positions):
         x = self.embedding[tokens]
+        if self.scale_embedding:
+            x *= math.sqrt(x.shape[-1])
         return x + sinusoidal(positions, x.shape[-1]).astype(x.dtype) if self.has_sinusoidal else x
 
 
 def next_token_logits(
-    features: Float[Array, "seq dim"], embedding: Float[Array, "vocab dim"]
+    features: Float[Array, "seq dim"], table: Float[Array, "vocab dim"], cap: float | None = None
 ) -> Float[Array, "seq vocab"]:
-    """Compare the features with the embedding of each token; float32 whatever the inputs are."""
-    return jnp.einsum("sd,vd->sv", features, embedding, preferred_element_type=jnp.float32)
+    """Compare the features with each token's row of a table; float32 whatever the inputs are, and below a cap."""
+    logits = jnp.einsum("sd,vd->sv", features, table, preferred_element_type=jnp.float32)
+    return logits if cap is None else cap * jnp.tanh(logits / cap)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from latte_eqx.models import ModelConfig
-from latte_eqx.pretrained.llama import Tensor, halves_from_pairs
+from latte_eqx.pretrained.architectures import layer_name
+from latte_eqx.pretrained.tensors import Tensor, in_memory, turned
 
 HEADER = struct.Struct("<7i")
 FIRST_BYTE = 3
@@ -23,8 +24,8 @@ def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     dim, mlp_dim, num_layers, num_heads, num_kv_heads, vocab_size, max_length = HEADER.unpack(header)
     if min(dim, mlp_dim, num_layers, num_heads, num_kv_heads, max_length) < 1 or vocab_size == 0 or dim % num_heads:
         raise ValueError(f"{path} must begin with the sizes of a model, got {HEADER.unpack(header)}.")
-    if vocab_size < 0:
-        raise ValueError(f"{path} must have one matrix for embedding and output, got an output map of its own.")
+    # A negative number says that there is an output map of its own, at the end.
+    is_tied, vocab_size = vocab_size > 0, abs(vocab_size)
     head_dim = dim // num_heads
     config = ModelConfig(
         mixer="attention",
@@ -36,6 +37,7 @@ def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         mlp_dim=mlp_dim,
         norm_eps=1e-5,
         max_length=max_length,
+        tie_embedding=is_tied,
     )
     shapes = {
         "embed_tokens": (vocab_size, dim),
@@ -51,6 +53,7 @@ def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         "norm": (dim,),
         # Cosines and sines that nobody reads any more.
         "rotation": (2, max_length, head_dim // 2),
+        **({} if is_tied else {"head": (vocab_size, dim)}),
     }
     sizes = [int(np.prod(shape)) for shape in shapes.values()]
     expected = HEADER.size + 4 * sum(sizes)
@@ -60,14 +63,17 @@ def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     parts = np.split(numbers, np.cumsum(sizes)[:-1])
     arrays = {name: part.reshape(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
     del arrays["rotation"]
-    tensors: dict[str, Any] = {}
+    head = arrays.pop("head", None)
+    tensors: dict[str, Tensor] = {}
     for name, array in arrays.items():
         if name in ("embed_tokens", "norm"):
-            tensors[f"model.{name}.weight"] = array
+            tensors[f"model.{name}.weight"] = in_memory(array)
             continue
-        for layer, part in enumerate(array):
+        for layer, part in enumerate(map(in_memory, array)):
             heads = {"self_attn.q_proj": num_heads, "self_attn.k_proj": num_kv_heads}.get(name)
-            tensors[f"model.layers.{layer}.{name}.weight"] = part if heads is None else halves_from_pairs(part, heads)
+            tensors[layer_name(f"{name}.weight", layer)] = part if heads is None else turned(part, heads)
+    if head is not None:
+        tensors["lm_head.weight"] = in_memory(head)
     return config, tensors
 
 

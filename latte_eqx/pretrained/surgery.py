@@ -1,15 +1,20 @@
 """Attention of a pretrained model becomes the window of a Macchiato, to which new latents are added."""
 
 import math
+from dataclasses import replace
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
-from latte_eqx.mixers import FullAttention, Macchiato
 from latte_eqx.mixers.latents import Feed, LatentProjection
 from latte_eqx.models import LanguageModel
+from latte_eqx.models.config import make_mixer
+from latte_eqx.models.stack import Stack
+
+# What projects and norms queries and keys.
+HEADS = ("to_query", "to_key", "query_norm", "key_norm")
 
 
 def to_macchiato(
@@ -30,43 +35,49 @@ def to_macchiato(
 
     `is_new` tells the weights that are new from those that are inherited.
     """
-    attention = model.stack.blocks.mixer
-    if not isinstance(attention, FullAttention):
-        raise TypeError(f"The layers must attend fully, got {type(attention).__name__}.")
+    stack, config = model.stack, model.stack.config
+    if config.mixer != "attention":
+        raise TypeError(f"The layers must attend fully, got the mixer {config.mixer!r}.")
     if not 0 < p0 <= 1:
         raise ValueError(f"`p0` must lie in (0, 1], got {p0=}.")
-    old = attention.attention.attention
-    num_layers, dim, _ = attention.attention.to_out.weight.shape
-    if num_latents % old.num_heads:
-        raise ValueError(f"`num_latents` must be a multiple of the heads, got {num_latents=}, heads={old.num_heads}.")
-    latents_per_head = num_latents // old.num_heads
+    if num_latents % config.num_heads:
+        raise ValueError(
+            f"`num_latents` must be a multiple of the heads, got {num_latents=}, heads={config.num_heads}."
+        )
     # As large as it takes for the rest to vanish in float32.
-    bias = math.log(latents_per_head * p0 / (1 - p0)) if p0 < 1 else 1e4
+    bias = math.log(num_latents // config.num_heads * p0 / (1 - p0)) if p0 < 1 else 1e4
+    config = replace(
+        config,
+        mixer="macchiato",
+        window=window,
+        num_latents=num_latents,
+        feed=feed,
+        latent_proj=latent_proj,
+        window_bias=bias,
+        local_window=None,
+    )
 
     def make(key):
-        mixer = Macchiato(
-            dim,
-            num_latents,
-            old.num_heads,
-            window,
-            feed=feed,
-            latent_proj=latent_proj,
-            window_bias=bias,
-            num_kv_heads=old.num_kv_heads,
-            rotary_base=old.rotary_base,
-            yarn=old.yarn,
-            key=key,
-        )
+        mixer = make_mixer(config, key=key)
         # What a token asks of the latents starts from nothing, so that all begin alike.
         return eqx.tree_at(lambda m: m.latents.to_query.weight, mixer, replace_fn=jnp.zeros_like)
 
-    mixers = eqx.filter_vmap(make)(jax.random.split(jax.random.key(0) if key is None else key, num_layers))
+    # Compiled, so that what is inherited anyway is not made first.
+    new = lambda mixer: (mixer.latents, mixer.window_bias)
+    keys = jax.random.split(jax.random.key(0) if key is None else key, config.num_layers)
+    made = eqx.filter_jit(eqx.filter_vmap(lambda key: new(make(key))))(keys)
+    old = stack.blocks.mixer.attention
+    heads = [name for name in HEADS if getattr(old.attention, name) is not None]
+    inherited = [getattr(old.attention, name) for name in heads]
     mixers = eqx.tree_at(
-        lambda m: (m.window.to_query, m.window.to_key, m.to_value, m.to_out),
-        mixers,
-        (old.to_query, old.to_key, attention.attention.to_value, attention.attention.to_out),
+        lambda mixer: [*new(mixer), *(getattr(mixer.window, name) for name in heads), mixer.to_value, mixer.to_out],
+        eqx.filter_eval_shape(eqx.filter_vmap(make), keys),
+        [*made, *inherited, old.to_value, old.to_out],
     )
-    return eqx.tree_at(lambda m: m.stack.blocks.mixer, model, mixers)
+    template = eqx.filter_eval_shape(Stack, config, key=keys[0])
+    blocks = eqx.tree_at(lambda blocks: blocks.mixer, stack.blocks, mixers)
+    new_stack = eqx.tree_at(lambda stack: (stack.blocks, stack.norm), template, (blocks, stack.norm))
+    return eqx.tree_at(lambda model: model.stack, model, new_stack)
 
 
 def is_new(model: LanguageModel) -> PyTree[bool]:

@@ -16,7 +16,8 @@ from safetensors.flax import load_file, save_file
 from tokenizers import pre_tokenizers
 
 from latte_eqx import generate
-from latte_eqx.pretrained import gguf_file, is_new, llama, load, save, to_macchiato
+from latte_eqx.pretrained import gguf_file, is_new, load, save, to_macchiato
+from latte_eqx.pretrained.tensors import to_tensors
 from tests.pretrained import llama_oracle
 
 STORIES = Path(__file__).parents[2] / "data" / "models" / "stories260K" / "stories260K.bin"
@@ -126,9 +127,9 @@ def write_gguf(path, stories, *, architecture="llama", leave_out=()):
     writer.add_token_types([3 if token == "<|end|>" else 1 for token in tokens])
     writer.add_token_merges(["t h"])
     heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
-    theirs = {ours: name for name, ours in gguf_file.LAYER.items()}
+    theirs = {ours: name for name, ours in gguf_file.LLAMA_LAYER.items()}
     outer = {ours: name for name, ours in gguf_file.OUTER.items()}
-    for name, tensor in llama.to_tensors(stories.model).items():
+    for name, tensor in to_tensors(stories.model).items():
         array = np.asarray(tensor)
         if name not in outer:
             _, _, layer, part = name.removesuffix(".weight").split(".", 3)
@@ -155,9 +156,9 @@ def test_gguf_files_hold_the_same_model(stories, tokens, tmp_path):
     assert tokenizer.decode(tokenizer.encode("café ☕\n").ids) == "café ☕\n"
 
 
-def test_gguf_files_must_be_of_llamas(stories, tmp_path):
-    with pytest.raises(ValueError, match="The architecture must be 'llama', got 'gemma3'"):
-        load(write_gguf(tmp_path / "other.gguf", stories, architecture="gemma3"))
+def test_gguf_files_must_be_of_known_architectures(stories, tmp_path):
+    with pytest.raises(ValueError, match="The architecture must be one of llama, gemma2, gemma3, got 'mamba'"):
+        load(write_gguf(tmp_path / "other.gguf", stories, architecture="mamba"))
     with pytest.raises(ValueError, match=r"missing: model\.layers\.2\.mlp\.up_proj\.weight; unused: none"):
         load(write_gguf(tmp_path / "less.gguf", stories, leave_out=["blk.2.ffn_up.weight"]))
     (tmp_path / "not.gguf").write_bytes(bytes(100))
@@ -178,18 +179,19 @@ def test_tensors_must_be_those_of_the_model(directory, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "`model_type` must be 'llama', got 'gpt2'"),
-        ({"tie_word_embeddings": False}, "`tie_word_embeddings` of a Llama model must be True, got False"),
-        ({"rope_scaling": {"factor": 2}}, "`rope_scaling` of a Llama model must be None"),
+        ({"model_type": "gpt2"}, "`model_type` must be one of llama, gemma2, gemma3_text, got 'gpt2'"),
+        ({"tie_word_embeddings": False}, r"missing: lm_head\.weight; unused: none"),
+        ({"rope_scaling": {"factor": 2}}, "`rope_scaling` of a llama model must be None"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "`rope_type` must be 'default', got 'llama3'"),
         ({"hidden_size": None}, "must name hidden_size"),
-        ({"head_dim": 16}, "must make up its width, got head_dim=16, num_attention_heads=8, hidden_size=64"),
+        ({"head_dim": 16}, r"q_proj.weight` must have the shape \(128, 64\), got \(64, 64\)"),
+        ({"model_type": "gemma2", "hidden_act": None, "head_dim": None}, "must name head_dim"),
     ],
 )
-def test_settings_must_be_a_llamas(directory, tmp_path, changes, message):
+def test_settings_must_be_the_models(directory, tmp_path, changes, message):
     settings = json.loads((directory / "config.json").read_text()) | changes
-    (tmp_path / "config.json").write_text(
-        json.dumps({k: v for k, v in settings.items() if v is not None or k == "rope"})
-    )
+    shutil.copy(directory / "model.safetensors", tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
 
@@ -284,11 +286,36 @@ def test_surgery_is_refused(stories, arguments, error, message):
 
 
 def test_only_full_attention_is_replaced(stories):
-    with pytest.raises(TypeError, match="The layers must attend fully, got Macchiato"):
+    with pytest.raises(TypeError, match="The layers must attend fully, got the mixer 'macchiato'"):
         to_macchiato(to_macchiato(stories.model, window=WINDOW))
 
 
-def test_macchiatos_are_not_written_as_llamas(stories, tmp_path):
-    with pytest.raises(TypeError, match="must attend fully to be written as Llama, got Macchiato"):
-        save(tmp_path / "model", stories._replace(model=to_macchiato(stories.model)))
-    assert not list(tmp_path.iterdir())
+def test_macchiatos_are_written_as_our_own(stories, tokens, tmp_path):
+    model = to_macchiato(stories.model, window=WINDOW, num_latents=32)
+    save(tmp_path / "model", stories._replace(model=model))
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert settings["model_type"] == "latte_eqx"
+    again = load(tmp_path / "model")
+    assert again.config == model.stack.config
+    assert jnp.array_equal(again.model(tokens), model(tokens))
+    spoil(tmp_path / "model", tmp_path / "less", lambda tensors: tensors.pop("embedding"))
+    with pytest.raises(ValueError, match="missing: embedding; unused: none"):
+        load(tmp_path / "less")
+    settings["config"]["num_wheels"] = 3
+    (tmp_path / "model" / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="must have the fields of ModelConfig, got num_wheels"):
+        load(tmp_path / "model")
+
+
+def test_every_device_reads_its_own_part(stories, directory):
+    mesh = jax.make_mesh((8,), ("fsdp",), (jax.sharding.AxisType.Auto,))
+    cut = lambda x: jax.sharding.PartitionSpec(*[None] * (x.ndim - 1), "fsdp" if x.shape[-1] % 8 == 0 else None)
+    sharding = lambda x: jax.sharding.NamedSharding(mesh, cut(x)) if hasattr(x, "shape") else x
+    shardings = lambda model: jax.tree.map(sharding, model)
+    for path in (directory, STORIES):
+        model = load(path, shardings=shardings).model
+        query = model.stack.blocks.mixer.attention.attention.to_query.weight
+        assert [shard.data.shape for shard in query.addressable_shards] == [(5, 64, 8)] * 8
+        assert jax.tree.all(
+            jax.tree.map(lambda x, y: bool(np.all(np.asarray(x) == np.asarray(y))), model, stories.model)
+        )

@@ -8,8 +8,8 @@ tokens of 64 kinds with 4 pairs, and a window of 8, which a CPU learns in minute
     python -m train.main --config configs/mqar.py:latte_r_swa --data.directory prepared/mqar_256
 
     python -m data.prepare mqar --seq 64 --pairs 4 --num-tokens 64 --out prepared/mqar_cpu
-    python -m train.sweep --config configs/mqar.py --variants latte_r_swa_cpu linear_attention_cpu r_swa_cpu swa_cpu \\
-        attention_cpu --seeds 0 1 2 --data.directory prepared/mqar_cpu --out runs/mqar_cpu
+    python -m train.sweep --config configs/mqar.py --variants latte_r_swa_cpu swa_cpu attention_cpu --seeds 0 1 2 \\
+        --data.directory prepared/mqar_cpu --out runs/mqar_cpu
 
 Validation tells answers inside the window from answers beyond it: `task.groups` is the window. The learning rate is one
 of the four that the protocol tries (1e-4, 4.6e-4, 2.2e-3, 1e-2), the third or, with _cpu, the better of the last two:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from latte_eqx.models import LanguageModel, ModelConfig
-from latte_eqx.pretrained import gguf_file, llama2c, own
+from latte_eqx.pretrained import gguf_file, llama2c, own, sentencepiece
 from latte_eqx.pretrained.architectures import read_settings, write_settings
 from latte_eqx.pretrained.tensors import Shardings, Tensor, from_tensors, to_tensors
 
@@ -39,7 +39,7 @@ def load(path: str | Path, *, shardings: Shardings | None = None) -> Pretrained:
         config, tensors, tokenizer = gguf_file.read(path)
     elif (path / "config.json").is_file():
         settings = json.loads((path / "config.json").read_text())
-        tensors, tokenizer = _read_safetensors(path), _read_tokenizer(path / "tokenizer.json")
+        tensors, tokenizer = _read_safetensors(path), _read_tokenizer(path)
         if settings.get("model_type") == own.KIND:
             config = own.read_settings(settings)
             return Pretrained(own.from_tensors(config, tensors, shardings), config, tokenizer)
@@ -94,9 +94,9 @@ def _read_part(path: Path, name: str, index: tuple[slice, ...]) -> np.ndarray:
         return file.get_slice(name)[index]
 
 
-def _read_tokenizer(path: Path) -> Any:
-    if not path.is_file():
-        return None
-    from tokenizers import Tokenizer
+def _read_tokenizer(directory: Path) -> Any:
+    if (directory / "tokenizer.json").is_file():
+        from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(path))
+        return Tokenizer.from_file(str(directory / "tokenizer.json"))
+    return sentencepiece.read_model(path) if (path := directory / "tokenizer.model").is_file() else None

@@ -1,11 +1,12 @@
 """GGUF files of Llama and Gemma models, by way of the package `gguf`: quantised tensors become float32."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from latte_eqx.models import ModelConfig
 from latte_eqx.pretrained.architectures import read_settings
+from latte_eqx.pretrained.sentencepiece import CONTROL, Piece, make_tokenizer
 from latte_eqx.pretrained.tensors import Tensor, plus, turned
 
 OUTER = {
@@ -34,8 +35,6 @@ GEMMA_LAYER = LAYER | {
 KINDS = {"llama": "llama", "gemma2": "gemma2", "gemma3": "gemma3_text"}
 # What Gemma's files leave unsaid.
 GEMMA3_LOCAL_BASE, GEMMA3_GLOBAL_EVERY = 10_000.0, 6
-# The kind of tokens that are never found in a text, but stand for themselves.
-CONTROL = 3
 
 
 def read(path: Path) -> tuple[ModelConfig, dict[str, Tensor], Any]:
@@ -111,18 +110,26 @@ def _name(name: str, layer: Mapping[str, str]) -> str:
 
 
 def _tokenizer(fields: Mapping[str, Any]) -> Any:
-    """Return the byte pairs of the file as a tokenizer; other kinds than SmolLM2's are not known, and give none."""
+    """Return the tokenizer of the file: SentencePiece's, or SmolLM2's; other kinds are not known, and give none."""
+    tokens, kinds = fields["tokenizer.ggml.tokens"], fields.get("tokenizer.ggml.token_type", ())
+    kind = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
+    if kind == ("llama", "default"):
+        pieces = [Piece(*piece) for piece in zip(tokens, fields["tokenizer.ggml.scores"], kinds, strict=True)]
+        begin = fields.get("tokenizer.ggml.bos_token_id") if fields.get("tokenizer.ggml.add_bos_token", True) else None
+        return make_tokenizer(pieces, begin=begin, has_prefix=fields.get("tokenizer.ggml.add_space_prefix", True))
+    if kind == ("gpt2", "smollm"):
+        return _smollm2(tokens, fields["tokenizer.ggml.merges"], kinds)
+    return None
+
+
+def _smollm2(tokens: Sequence[str], merges: Sequence[str], kinds: Sequence[int]) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    if (fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")) != ("gpt2", "smollm"):
-        return None
-    tokens = fields["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    kinds = fields.get("tokenizer.ggml.token_type", ())
     tokenizer.add_special_tokens([token for token, kind in zip(tokens, kinds, strict=False) if kind == CONTROL])
     return tokenizer

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from latte_eqx.models import ModelConfig
+from latte_eqx.pretrained import sentencepiece
 from latte_eqx.pretrained.architectures import layer_name
 from latte_eqx.pretrained.tensors import Tensor, in_memory, turned
 
@@ -78,34 +79,18 @@ def read_weights(path: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def read_tokenizer(path: Path, vocab_size: int) -> Any:
-    """Return the tokenizer of a file: byte pairs that are joined in the order of their scores."""
-    from tokenizers import Tokenizer, decoders, models, normalizers, processors
-
+    """Return the tokenizer of a file: pieces and their scores."""
     content, offset = path.read_bytes(), 4
-    pieces, scores = [], []
-    for _ in range(vocab_size):
+    pieces = []
+    for index in range(vocab_size):
         if len(content) < offset + 8:
             raise ValueError(f"{path} must hold {vocab_size} tokens, got {len(pieces)}.")
         score, length = struct.unpack_from("<fi", content, offset)
         offset += 8 + length
-        pieces.append(content[offset - length : offset].decode())
-        scores.append(score)
-    # The first and the last token of a text are not written as a text would have them.
-    pieces[:FIRST_BYTE] = "<unk>", "<s>", "</s>"
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    merges = sorted(
-        (-scores[index], left, piece[len(left) :])
-        for piece, index in vocabulary.items()
-        if index >= FIRST_BYTE + 256
-        for left in (piece[:cut] for cut in range(1, len(piece)))
-        if left in vocabulary and piece[len(left) :] in vocabulary
-    )
-    model = models.BPE(
-        vocabulary, [(left, right) for _, left, right in merges], unk_token="<unk>", byte_fallback=True, fuse_unk=True
-    )
-    tokenizer = Tokenizer(model)
-    tokenizer.add_special_tokens(pieces[:FIRST_BYTE])
-    tokenizer.normalizer = normalizers.Prepend(" ")
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    return tokenizer
+        text = content[offset - length : offset].decode()
+        kind = sentencepiece.BYTE if FIRST_BYTE <= index < FIRST_BYTE + 256 else 1
+        pieces.append(sentencepiece.Piece(text, score, kind))
+    # Unknown ones, and the first and the last of a text, are not written as a text would have them.
+    first = ("<unk>", sentencepiece.UNKNOWN), ("<s>", sentencepiece.CONTROL), ("</s>", sentencepiece.CONTROL)
+    pieces[:FIRST_BYTE] = [sentencepiece.Piece(text, 0.0, kind) for text, kind in first]
+    return sentencepiece.make_tokenizer(pieces, begin=1, has_prefix=True, space=" ")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray, PyTree
 
+from latte_eqx.mixers import FullAttention
 from latte_eqx.mixers.latents import Feed, LatentProjection
 from latte_eqx.models import LanguageModel
 from latte_eqx.models.config import make_mixer
@@ -36,7 +37,8 @@ def to_macchiato(
     `is_new` tells the weights that are new from those that are inherited.
     """
     stack, config = model.stack, model.stack.config
-    if config.mixer != "attention":
+    full = stack.blocks.mixer
+    if not isinstance(full, FullAttention):
         raise TypeError(f"The layers must attend fully, got the mixer {config.mixer!r}.")
     if not 0 < p0 <= 1:
         raise ValueError(f"`p0` must lie in (0, 1], got {p0=}.")
@@ -66,7 +68,7 @@ def to_macchiato(
     new = lambda mixer: (mixer.latents, mixer.window_bias)
     keys = jax.random.split(jax.random.key(0) if key is None else key, config.num_layers)
     made = eqx.filter_jit(eqx.filter_vmap(lambda key: new(make(key))))(keys)
-    old = stack.blocks.mixer.attention
+    old = full.attention
     heads = [name for name in HEADS if getattr(old.attention, name) is not None]
     inherited = [getattr(old.attention, name) for name in heads]
     mixers = eqx.tree_at(

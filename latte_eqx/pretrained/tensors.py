@@ -100,8 +100,8 @@ def fill(
     for place, tensor in tensors.values():
         target = place(targets)
         target = target if isinstance(target, Sharding) else SingleDeviceSharding(jax.devices()[0])
-        array = jax.make_array_from_callback(tensor.shape, target, tensor.read)
-        model = eqx.tree_at(place, model, array)
+        read = lambda index, tensor=tensor: tensor.read(index)
+        model = eqx.tree_at(place, model, jax.make_array_from_callback(tensor.shape, target, read))
     return model
 
 

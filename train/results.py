@@ -2,7 +2,8 @@
 
     python -m train.results --runs runs --out docs/results.md
 
-Each experiment is a directory under `--runs`; how to run it stands on the page. One that has not been run is left out.
+Each experiment is a directory under `--runs`; how to run it stands on the page. Tables and figures are kept beside the
+page, so that an experiment that was run elsewhere stays on it. One that was never run is left out.
 """
 
 import shutil
@@ -38,7 +39,8 @@ SECTIONS = (
         "mqar_cpu/results.png",
         """Rows of 64 tokens hold 4 keys with their values, and ask for the values again. Accuracy over the questions,
 by how many tokens back the answer stands: the window reaches 8 back, and two layers of it 16. What a model knows from
-farther back it must have carried. `swa_cpu` is the control: the same window, without latents.
+farther back it must have carried. `swa_cpu` is the control: the same window, without latents; `attention_cpu` sees all.
+Each has the better one of the two largest learning rates of the protocol.
 
     python -m data.prepare mqar --seq 64 --pairs 4 --num-tokens 64 --out prepared/mqar_cpu""",
     ),
@@ -101,22 +103,25 @@ class Arguments:
     runs: Path = Path("runs")
     """The directory of the experiments."""
     out: Path = Path("docs/results.md")
-    """The page to write. Figures go into a directory beside it that is called like it."""
+    """The page to write. Tables and figures go into a directory beside it that is called like it."""
 
 
 def write_page(arguments: Arguments) -> list[str]:
-    """Write the page and copy the figures; return the titles of the experiments that are missing."""
-    figures = arguments.out.with_suffix("")
-    figures.mkdir(parents=True, exist_ok=True)
+    """Copy tables and figures, and write the page; return the titles of the experiments that are missing."""
+    kept = arguments.out.with_suffix("")
+    kept.mkdir(parents=True, exist_ok=True)
     page, missing = [HEAD], []
     for section in SECTIONS:
-        table, figure = arguments.runs / section.table, arguments.runs / section.figure
+        name = f"{Path(section.table).parts[0]}_{Path(section.figure).stem}"
+        table, figure = kept / f"{name}.md", kept / f"{name}.png"
+        new_table, new_figure = arguments.runs / section.table, arguments.runs / section.figure
+        if new_table.exists() and new_figure.exists():
+            shutil.copyfile(new_table, table)
+            shutil.copyfile(new_figure, figure)
         if not (table.exists() and figure.exists()):
             missing.append(section.title)
             continue
-        name = f"{Path(section.table).parts[0]}_{Path(section.figure).stem}.png"
-        shutil.copyfile(figure, figures / name)
-        picture = f"![{section.title}]({figures.name}/{name})"
+        picture = f"![{section.title}]({kept.name}/{figure.name})"
         page += [f"## {section.title}", section.text, table.read_text().strip("\n"), picture]
     arguments.out.write_text("\n\n".join(page) + "\n")
     return missing

@@ -1,27 +1,31 @@
-"""The page of results holds what the experiments have written, and says what it lacks."""
+"""The page of results is made of what experiments have written, here or elsewhere."""
 
-from train import results
+from train.results import SECTIONS, Arguments, write_page
 
-
-def test_the_page_holds_tables_and_figures(tmp_path, capsys):
-    runs, page = tmp_path / "runs", tmp_path / "docs" / "results.md"
-    page.parent.mkdir()
-    (runs / "mqar_cpu").mkdir(parents=True)
-    (runs / "mqar_cpu" / "results.md").write_text("    a command\n\n| swa | 16 % |\n")
-    (runs / "mqar_cpu" / "results.png").write_bytes(b"picture")
-    (runs / "longer").mkdir()
-    (runs / "longer" / "results.md").write_text("without a figure")
-    results.main(results.Arguments(runs=runs, out=page))
-    text = page.read_text()
-    assert "\n\n    a command\n\n| swa | 16 % |\n\n" in text
-    assert "without a figure" not in text
-    (picture,) = (page.parent / "results").iterdir()
-    assert picture.read_bytes() == b"picture"
-    assert f"(results/{picture.name})" in text
-    missing = capsys.readouterr().err
-    assert "not run yet: Longer than trained" in missing
-    assert "recall" not in missing
+TITLES = [section.title for section in SECTIONS]
 
 
-def test_every_experiment_has_a_figure_of_its_own():
-    assert len({section.figure for section in results.SECTIONS}) == len(results.SECTIONS)
+def pretend(runs, section, table):
+    """Write what an experiment writes."""
+    for path, content in ((runs / section.table, table), (runs / section.figure, "a picture")):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+def test_experiments_stay_on_the_page(tmp_path):
+    out = tmp_path / "docs" / "results.md"
+    assert write_page(Arguments(runs=tmp_path / "nothing", out=out)) == TITLES
+    pretend(tmp_path / "here", SECTIONS[0], "| recall | 99 % |\n")
+    assert write_page(Arguments(runs=tmp_path / "here", out=out)) == TITLES[1:]
+    pretend(tmp_path / "elsewhere", SECTIONS[1], "| trees | 63 % |\n")
+    assert write_page(Arguments(runs=tmp_path / "elsewhere", out=out)) == TITLES[2:]
+    page = out.read_text()
+    assert page.index(SECTIONS[0].text) < page.index("| recall | 99 % |") < page.index("| trees | 63 % |")
+    for section in SECTIONS[:2]:
+        picture = page.split(f"![{section.title}](")[1].split(")")[0]
+        assert (out.parent / picture).read_text() == "a picture"
+    # Run again, it replaces what was there.
+    pretend(tmp_path / "here", SECTIONS[0], "| recall | 100 % |\n")
+    write_page(Arguments(runs=tmp_path / "here", out=out))
+    assert "99 %" not in out.read_text()
+    assert "| recall | 100 % |" in out.read_text()

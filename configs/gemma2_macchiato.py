@@ -5,9 +5,9 @@
         --data.directory prepared/slimpajama
     python -m train.compile --config configs/gemma2_macchiato.py --pretrained.path gemma-2-2b --topology a100:4
 
-`gemma-2-2b` is the directory of the pretrained model, not of the instructed one. Settings are the paper's: 100,000 steps
-of 4 x 4096 tokens, one day on four A100. Paper, perplexity on SlimPajama at 4096 / 8192 / 16384 tokens: 10.14 / 9.99 /
-10.27. Where it is silent: the window begins with 95 % of the attention.
+`gemma-2-2b` is the directory of the pretrained model, not of the instructed one. Settings are the paper's: 100,000
+steps of 4 x 4096 tokens, one day on four A100. Its perplexities on SlimPajama at 4096 / 8192 / 16384 tokens: 10.14 /
+9.99 / 10.27. Where it is silent: the window begins with 95 % of the attention.
 Parameters: 2,664.8M, of which 50.5M are trained. Tokens: 1.6 billion. Cost: 2.6e19 FLOPs (`train.flops`, which counts
 gradients of frozen weights too).
 """

@@ -1,6 +1,9 @@
-"""Perplexity, or accuracy, of a trained model over all of the validation data.
+"""Perplexity, or accuracy, of a trained model over all of the validation data; or its answers to tasks of lm-eval.
 
-python -m train.evaluate --workdir runs/owt_latte_r_swa_smoke
+    python -m train.evaluate --workdir runs/owt_latte_r_swa_smoke
+    python -m train.evaluate --workdir runs/owt_latte_r_swa_smoke --harness blimp,piqa --tasks-dir TASKS
+
+`python -m data.harness_tasks` writes such tasks.
 """
 
 import json
@@ -25,7 +28,7 @@ from train.restore import Run, restore_every, restore_run
 class Arguments:
     """Measure a trained model: mean loss, the perplexity that is its exp, and accuracy."""
 
-    workdir: Path
+    workdir: Path | None = None
     """The work directory of the run."""
     step: int | None = None
     """The checkpoint to use; by default the newest."""
@@ -37,6 +40,31 @@ class Arguments:
     """Which part of the data."""
     batch: Path | None = None
     """Show instead the loss of each row of this batch, which a run that failed has left."""
+    harness: str | None = None
+    """Measure instead on these tasks of lm-eval, with commas between their names. Needs the extra `harness`."""
+    tasks_dir: Path | None = None
+    """The directory of these tasks' files."""
+    model: Path | None = None
+    """A pretrained model to measure on them, in the place of a run."""
+    limit: int | None = None
+    """Take only the first so many examples of each task."""
+    num_fewshot: int | None = None
+    """Put so many solved examples before each one; by default as many as the task says."""
+    out: Path | None = None
+    """A file such as results.json for what was measured."""
+
+    def __post_init__(self):
+        needed, refused = "workdir", ("tasks_dir", "model", "limit", "num_fewshot", "out")
+        if self.harness is not None:
+            needed, refused = "tasks_dir", ("data", "split", "batch", "every_checkpoint")
+        given = [name for name in refused if getattr(self, name) != getattr(Arguments, name)]
+        if getattr(self, needed) is None or given:
+            flag = lambda name: f"`--{name.replace('_', '-')}`"
+            word = "Without" if self.harness is None else "With"
+            raise ValueError(
+                f"{word} `--harness` there must be {flag(needed)}, and none of {', '.join(map(flag, refused))}, "
+                f"got {', '.join(map(flag, given)) or f'no {flag(needed)}'}."
+            )
 
 
 def evaluate_stream(run: Run, directory: Path, split: str) -> dict[str, Any]:
@@ -81,8 +109,30 @@ def row_losses(run: Run, batch: dict[str, np.ndarray]) -> list[float]:
     return losses
 
 
+def _measure_on_tasks(arguments: Arguments) -> None:
+    # It needs lm-eval, which is an extra.
+    from train.harness import run_harness
+
+    assert arguments.harness is not None
+    assert arguments.tasks_dir is not None
+    run_harness(
+        [name.strip() for name in arguments.harness.split(",") if name.strip()],
+        arguments.tasks_dir,
+        model=arguments.model,
+        workdir=arguments.workdir,
+        step=arguments.step,
+        limit=arguments.limit,
+        num_fewshot=arguments.num_fewshot,
+        out=arguments.out,
+    )
+
+
 def main(arguments: Arguments) -> None:
     """Restore a run, or all of its checkpoints, and measure it."""
+    if arguments.harness is not None:
+        _measure_on_tasks(arguments)
+        return
+    assert arguments.workdir is not None
     if arguments.every_checkpoint and (arguments.step is not None or arguments.batch is not None):
         raise ValueError("`--every-checkpoint` must come without `--step` and `--batch`, got one of them.")
     if arguments.batch is not None:
@@ -91,7 +141,7 @@ def main(arguments: Arguments) -> None:
             for row, loss in enumerate(row_losses(run, dict(batch))):
                 print(f"row {row}: {loss:.4f} nats per token")
         return
-    one = lambda: iter([restore_run(arguments.workdir, step=arguments.step)])
+    one = lambda path=arguments.workdir: iter([restore_run(path, step=arguments.step)])
     for run in restore_every(arguments.workdir) if arguments.every_checkpoint else one():
         directory = arguments.data or run.config.data.directory
         assert directory is not None

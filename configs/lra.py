@@ -16,7 +16,7 @@ Small ones for a CPU, on short trees and on the first 1000 bytes of reviews: lis
 All look both ways. Latte's row has sinusoidal positions everywhere; the others have them for pictures, and rotary ones
 in their windows otherwise. Weight decay is the paper's table; its code has 0.01 for all tasks.
 Parameters: 1.1M (listops) to 27M (image); with _cpu 0.15M to 0.17M for latte_r_swa.
-Cost: 6e16 to 2e18 FLOPs (`train.flops`); with _cpu 1e13 to 7e13.
+Cost: 6e16 to 2e18 FLOPs (`train.flops`); with _cpu 1e13 to 5e13.
 """
 
 from dataclasses import replace

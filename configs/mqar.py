@@ -12,8 +12,8 @@ tokens of 64 kinds with 4 pairs, and a window of 8, which a CPU learns in minute
         --data.directory prepared/mqar_cpu --out runs/mqar_cpu
 
 Validation tells answers inside the window from answers beyond it: `task.groups` is the window. The learning rate is one
-of the four that the protocol tries (1e-4, 4.6e-4, 2.2e-3, 1e-2), the third or, with _cpu, the better of the last two:
-give others as --optim.peak-lr.
+of the four that the protocol tries (1e-4, 4.6e-4, 2.2e-3, 1e-2), the third or, for some of _cpu, the fourth: give
+others as --optim.peak-lr. For linear_attention_cpu and r_swa_cpu the two were not compared.
 Parameters: 0.56M to 0.59M, most of them the embedding of 8193 tokens; 0.04M to 0.07M with _cpu.
 Cost: 64 epochs of 100,000 rows, 6e15 FLOPs (`train.flops`), with _512 1.2e16; with _cpu 1e12 to 3e12.
 """
@@ -23,7 +23,7 @@ from dataclasses import replace
 from latte_eqx import ModelConfig
 from train.config import Config, DataConfig, OptimConfig, TaskConfig, choose
 
-# The mixers, and with which of the protocol's learning rates the small ones learn best.
+# The mixers, and with which of the protocol's learning rates the small ones are trained.
 MIXERS = {
     "latte_r_swa": (1e-2, ModelConfig(mixer="macchiato", feed="rglru")),
     "swa": (2.2e-3, ModelConfig(mixer="swa")),

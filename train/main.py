@@ -131,7 +131,7 @@ def _use_compilation_cache() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc keep what a step frees for the next step, which on a CPU is then up to a third faster.
+    """Have glibc keep what a step frees for the next step, which on a CPU is then faster.
 
     By default it returns large arrays to the system, which has to map and clear their pages anew in every step.
     """

@@ -8,7 +8,7 @@ transformer_pp; and r_swa, which is not among its ablations. All see the same to
     python -m train.sweep --config configs/ablation.py --variants latte latte_pp latte_conv latte_r latte_conv_swa \\
         latte_r_swa transformer_pp --seeds 0 1 2 --split valid --data.directory prepared/novels --out runs/ablation
 
-Parameters: 0.17M to 0.26M. Tokens: 4.1 million, 1000 steps of 16 x 256. Cost: 4e12 to 7e12 FLOPs (`train.flops`).
+Parameters: 0.17M to 0.26M. Tokens: 2.5 million, 600 steps of 16 x 256. Cost: 3e12 to 4e12 FLOPs (`train.flops`).
 """
 
 from dataclasses import replace
@@ -16,7 +16,7 @@ from dataclasses import replace
 from latte_eqx import PAPER_ROWS
 from train.config import CheckpointConfig, Config, DataConfig, OptimConfig, choose
 
-SEQ, BATCH, STEPS = 256, 16, 1000
+SEQ, BATCH, STEPS = 256, 16, 600
 
 
 def get_config(variant: str = "latte_r_swa") -> Config:
@@ -26,10 +26,10 @@ def get_config(variant: str = "latte_r_swa") -> Config:
         model=replace(choose(PAPER_ROWS, variant), **sizes, max_length=8 * SEQ),
         data=DataConfig(seq=SEQ, batch_size=BATCH),
         optim=OptimConfig(peak_lr=2e-3, end_lr=2e-4, warmup_steps=50),
-        checkpoint=CheckpointConfig(every=250),
+        checkpoint=CheckpointConfig(every=200),
         tokens=STEPS * BATCH * SEQ,
         compute_dtype="float32",
         remat="none",
-        eval_every=250,
+        eval_every=200,
         eval_batches=10,
     )

@@ -57,7 +57,7 @@ def get_config(variant: str = "listops_latte_r_swa") -> Config:
     is_small, name = task.endswith("_cpu"), task.removesuffix("_cpu")
     model = ROWS[row]
     if name in ("image", "pathfinder"):
-        model = replace(model, positions="sinusoidal", rotary_base=None)
+        model = replace(model, positions="sinusoidal", scale_embedding=True, rotary_base=None)
     model = replace(
         model,
         **dict(vocab_size=vocab_size, num_layers=2 if is_small else 6, dim=dim, num_heads=4, mlp_dim=4 * dim),

@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
 END_OF_TEXT = "<|endoftext|>"
-ENDS_OF_TEXT = "</s>", "<|im_end|>", END_OF_TEXT, "<eos>"
+ENDS_OF_TEXT = "</s>", "<|im_end|>", END_OF_TEXT, "<eos>", "<s>"
 ASSETS = Path(__file__).parent / "tokenizers"
 
 
@@ -96,9 +96,9 @@ class PretrainedTokenizer:
     @property
     def end_of_text(self) -> int:
         """The id that follows every document."""
-        found = (self.encoder.token_to_id(name) for name in ENDS_OF_TEXT)
+        special = {token.content: index for index, token in self.encoder.get_added_tokens_decoder().items()}
         try:
-            return next(token for token in found if token is not None)
+            return next(special[name] for name in ENDS_OF_TEXT if name in special)
         except StopIteration:
             raise ValueError(f"{self.name} must have one of {', '.join(ENDS_OF_TEXT)}, and has none.") from None
 

@@ -44,7 +44,9 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedConfig:
-    """A model to begin from: its attention becomes the window of `model`, and only the latents are trained."""
+    """A model to begin from. Where `model.mixer` is "macchiato", its attention becomes the window, and only the latents
+    are trained; where it is "attention", all of the model is trained on.
+    """
 
     path: Path | None = None
     """What `latte_eqx.pretrained.load` reads; none to train all of a fresh model."""
@@ -146,9 +148,13 @@ class Config:
             raise ValueError(f"`optim.accumulate` must be positive and divide `data.batch_size`, got {got}.")
         if list(self.task.groups) != sorted(set(self.task.groups)):
             raise ValueError(f"`task.groups` must increase, got {self.task.groups}.")
-        if self.pretrained.path is not None and (self.model.mixer != "macchiato" or self.model.window_bias is None):
+        fits = self.model.mixer == "attention" or (
+            self.model.mixer == "macchiato" and self.model.window_bias is not None
+        )
+        if self.pretrained.path is not None and not fits:
             got = f"model.mixer={self.model.mixer!r}, model.window_bias={self.model.window_bias}"
-            raise ValueError(f"A pretrained model must become a 'macchiato' with a `model.window_bias`, got {got}.")
+            what = "stay 'attention' or become a 'macchiato' with a `model.window_bias`"
+            raise ValueError(f"A pretrained model must {what}, got {got}.")
         if self.mesh.seq != 1:
             raise ValueError(f"`mesh.seq` must be 1: sequences are not sharded yet, got mesh.seq={self.mesh.seq}.")
         if self.model.mixer == "attention" and self.data.seq > self.model.max_length:

@@ -4,25 +4,26 @@
 
 Each model reads the validation text in rows of the trained length, and of 2, 4 and 8 times as many tokens, and its loss
 is measured apart for nearer and farther positions. Full attention with rotary positions is measured as it is, and with
-its rotation stretched by YaRN to the longer rows. Writes `results.md`, `results.json` and `results.png`.
+its rotation stretched by YaRN to the longer rows. Where a run gave latents to a pretrained transformer, this one is
+measured too, as it was and with the window alone. Writes `results.md`, `results.json` and `results.png`.
 """
 
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import matplotlib.pyplot as plt
 import tyro
 
+from latte_eqx.pretrained import load
 from train.config import Config
 from train.console import plain_errors
 from train.evaluate import evaluate_stream
-from train.restore import Run, restore_run
+from train.restore import begin_run, read_config, restore_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,10 +36,14 @@ class Arguments:
     """Where the results go."""
     factors: tuple[int, ...] = (1, 2, 4, 8)
     """How many times the trained length the rows have."""
+    trained: int | None = None
+    """The length to begin with; by default that of a run's rows, or of the rows that a pretrained model is made for."""
     split: str = "valid"
     """Which part of the runs' data."""
 
     def __post_init__(self):
+        if self.trained is not None and self.trained < 1:
+            raise ValueError(f"`trained` must be positive, got {self.trained}.")
         if not self.workdirs:
             raise ValueError("`workdirs` must name at least one run, got none.")
         if not self.factors or min(self.factors) < 1:
@@ -51,43 +56,75 @@ def bucket_edges(trained: int, seq: int) -> tuple[int, ...]:
     return tuple(sorted(edge for edge in edges if 0 < edge < seq))
 
 
-def longer(config: Config, *, factor: int, with_yarn: bool) -> Config:
-    """Return a run's config for rows `factor` times as long, about as many tokens in a batch."""
-    trained = config.data.seq
-    seq, batch_size = factor * trained, max(config.data.batch_size // factor, jax.device_count())
-    model = replace(config.model, rotary_scale=float(factor), rotary_length=trained) if with_yarn else config.model
+class Contestant(NamedTuple):
+    """A model to measure: one that a run has trained, or one that a run began from."""
+
+    name: str
+    config: Config
+    trained: int
+    """The length of rows it was trained on."""
+    workdir: Path | None = None
+    """Where its checkpoints are; none if it was not trained."""
+
+
+def contestants(workdir: Path) -> Iterator[Contestant]:
+    """Yield what a run has trained, and the transformer that it began from, if any: in the window alone, and whole."""
+    config, name = read_config(workdir), workdir.name
+    if config.task.kind != "next_token":
+        raise ValueError(f"`workdirs` must be of language models, got {workdir}, {config.task.kind}.")
+    yield Contestant(name, config, config.data.seq, workdir)
+    if config.pretrained.path is not None and config.model.mixer == "macchiato":
+        windowed = replace(config, pretrained=replace(config.pretrained, window_share=1.0))
+        transformer = load(config.pretrained.path).config
+        yield Contestant(f"{name}: the window alone", windowed, transformer.max_length)
+        model = replace(transformer, max_length=max(transformer.max_length, config.data.seq))
+        yield Contestant(f"{name}: the transformer", replace(config, model=model), transformer.max_length)
+
+
+def longer(config: Config, *, seq: int, edges: tuple[int, ...], yarn_from: int | None = None) -> Config:
+    """Return a run's config for rows of `seq` tokens, about as many tokens in a batch, with losses split at `edges`.
+
+    With `yarn_from`, rotations that were trained on so many tokens are stretched.
+    """
+    model = replace(config.model, max_length=max(config.model.max_length, seq))
+    if yarn_from is not None:
+        model = replace(model, rotary_scale=seq / yarn_from, rotary_length=yarn_from)
+    batch_size = max(config.data.batch_size * config.data.seq // seq, jax.device_count())
     return replace(
         config,
-        model=replace(model, max_length=max(model.max_length, seq)),
-        data=replace(config.data, seq=seq, batch_size=batch_size),
-        task=replace(config.task, groups=bucket_edges(trained, seq)),
+        model=model,
+        data=replace(config.data, seq=seq, batch_size=batch_size // jax.device_count() * jax.device_count()),
+        task=replace(config.task, groups=edges),
         optim=replace(config.optim, accumulate=1),
     )
 
 
 def measure(arguments: Arguments) -> Iterator[dict[str, Any]]:
-    """Yield a record for each run and length, and of full attention one more with YaRN."""
+    """Yield a record for each model and length, and of full attention on longer rows one more with YaRN."""
     for workdir in arguments.workdirs:
-        for factor in arguments.factors:
-            run = restore_run(workdir, change=partial(longer, factor=factor, with_yarn=False))
-            if run.config.task.kind != "next_token":
-                raise ValueError(f"`workdirs` must be of language models, got {workdir}, {run.config.task.kind}.")
-            yield _measure(run, workdir.name, factor, arguments.split)
-            model = run.config.model
-            if factor > 1 and model.mixer == "attention" and model.rotary_base is not None:
-                run = restore_run(workdir, change=partial(longer, factor=factor, with_yarn=True))
-                yield _measure(run, f"{workdir.name} with YaRN", factor, arguments.split)
+        found = list(contestants(workdir))
+        first = arguments.trained or found[-1].trained
+        for contestant in found:
+            for seq in (first * factor for factor in arguments.factors):
+                yield _measure(contestant, seq, first, arguments.split)
+                model = contestant.config.model
+                if seq > contestant.trained and model.mixer == "attention" and model.rotary_base is not None:
+                    yield _measure(contestant, seq, first, arguments.split, with_yarn=True)
 
 
-def _measure(run: Run, name: str, factor: int, split: str) -> dict[str, Any]:
-    data = run.config.data
-    print(f"{name}: rows of {data.seq}", file=sys.stderr)
-    assert data.directory is not None
-    scores = evaluate_stream(run, data.directory, split)
+def _measure(contestant: Contestant, seq: int, first: int, split: str, *, with_yarn: bool = False) -> dict[str, Any]:
+    name = f"{contestant.name} with YaRN" if with_yarn else contestant.name
+    print(f"{name}: rows of {seq}", file=sys.stderr)
+    yarn_from = contestant.trained if with_yarn else None
+    config = longer(contestant.config, seq=seq, edges=bucket_edges(first, seq), yarn_from=yarn_from)
+    workdir = contestant.workdir
+    run = begin_run(config) if workdir is None else restore_run(workdir, change=lambda _: config)
+    assert config.data.directory is not None
+    scores = evaluate_stream(run, config.data.directory, split)
     # Without edges there is a single group, which is all.
     buckets = scores.pop("groups", [{"from": 0, "to": None, "loss": scores["loss"], "targets": scores["tokens"]}])
-    buckets[-1]["to"] = data.seq
-    return {"model": name, "seq": data.seq, "trained": data.seq // factor, **scores, "buckets": buckets}
+    buckets[-1]["to"] = seq
+    return {"model": name, "seq": seq, "trained": contestant.trained, **scores, "buckets": buckets}
 
 
 def report(records: Sequence[dict[str, Any]], arguments: Arguments) -> None:

@@ -3,7 +3,8 @@
     python -m train.generate --workdir runs/owt_latte_r_swa_smoke --prompt "ROMEO:"
     python -m train.generate --model data/models/stories260K/stories260K.bin --prompt "Once upon a time"
 
-Tokens are shown as they come; how fast they came, and what the model remembers of the text, is said at the end.
+Tokens are shown as they come, or with `--no-stream` when all are there; how fast they came, and what the model
+remembers of the text, is said at the end.
 """
 
 import sys
@@ -17,11 +18,10 @@ import equinox as eqx
 import jax
 import tyro
 
-from data.tokenizer import AnyTokenizer, PretrainedTokenizer, load_tokenizer
+from data.tokenizer import AnyTokenizer
 from latte_eqx import LanguageModel, generate
-from latte_eqx.pretrained import load
 from train.console import plain_errors
-from train.restore import restore_run
+from train.restore import load_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +44,16 @@ class Arguments:
     """Choose among this many of the likeliest tokens."""
     top_p: float | None = 0.95
     """Choose among the likeliest tokens that together have this probability."""
+    stream: bool = True
+    """Show tokens as they come, instead of all at the end."""
     step: int | None = None
     """The checkpoint of the run to use; by default the newest."""
     seed: int = 0
     """Decides what is drawn."""
 
     def __post_init__(self):
-        if (self.workdir is None) == (self.model is None):
-            raise ValueError("Either `--workdir` or `--model` must be given, got both or neither.")
         if self.prompt is not None and self.prompt_file is not None:
             raise ValueError("Only one of `--prompt` and `--prompt-file` must be given, got both.")
-        if self.model is not None and self.step is not None:
-            raise ValueError(f"`--step` must come with `--workdir`, got --model {self.model}.")
 
 
 def write_sample(
@@ -68,23 +66,25 @@ def write_sample(
     top_k: int | None = None,
     top_p: float | None = 0.95,
     seed: int = 0,
+    stream: bool = True,
     path: Path | None = None,
 ) -> str:
-    """Print how the model continues the prompt, token by token; return it, and append it to a file."""
+    """Print how the model continues the prompt, token by token or all at once; return it, and append it to a file."""
     ids = list(map(int, tokenizer.encode(prompt))) or [tokenizer.end_of_text]
-    stream, text, times = tokenizer.stream(), [prompt], [time.perf_counter()]
+    next_piece, text, times = tokenizer.stream(), [prompt], [time.perf_counter()]
     # A blank before the first new word depends on there being words before it.
     for token in ids[-8:]:
-        stream(token)
+        next_piece(token)
 
     def show(piece: str) -> None:
         text.append(piece)
-        print(piece, end="", flush=True)
+        if stream:
+            print(piece, end="", flush=True)
 
     def take(token: Any) -> None:
         times.append(time.perf_counter())
         if token != tokenizer.end_of_text:
-            show(stream(int(token)))
+            show(next_piece(int(token)))
 
     # Of a long prompt the end will do.
     print(f"\n{prompt if len(prompt) < 2000 else '...' + prompt[-2000:]}", end="", flush=True)
@@ -102,8 +102,8 @@ def write_sample(
         stop_token=tokenizer.end_of_text,
         on_token=take,
     )
-    show(stream(None))
-    print()
+    show(next_piece(None))
+    print("" if stream else "".join(text[1:]))
     _say_how_fast(model, len(ids), times)
     if path is not None:
         with path.open("a") as file:
@@ -123,28 +123,19 @@ def _say_how_fast(model: LanguageModel, num_read: int, times: Sequence[float]) -
 
 def main(arguments: Arguments) -> None:
     """Restore a run, or read a pretrained model, and let it write."""
-    if arguments.model is not None:
-        model, _, tokenizer = load(arguments.model)
-        if tokenizer is None:
-            raise ValueError(f"{arguments.model} must come with a tokenizer, got none.")
-        text, prompt = PretrainedTokenizer(str(arguments.model), tokenizer), ""
-    else:
-        assert arguments.workdir is not None
-        run = restore_run(arguments.workdir, step=arguments.step)
-        print(f"step {run.step} of {arguments.workdir}", file=sys.stderr)
-        model, text = run.trainer.language_model(run.state), load_tokenizer(run.tokenizer)
-        prompt = run.config.prompt
+    model, tokenizer, prompt = load_model(arguments.model, arguments.workdir, step=arguments.step)
     if arguments.prompt_file is not None:
         prompt = arguments.prompt_file.read_text()
     write_sample(
         model,
-        text,
+        tokenizer,
         prompt if arguments.prompt is None else arguments.prompt,
         max_new_tokens=arguments.max_new_tokens,
         temperature=arguments.temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
         seed=arguments.seed,
+        stream=arguments.stream,
     )
 
 

@@ -22,10 +22,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from data.tokenizer import AnyTokenizer, PretrainedTokenizer, load_tokenizer
+from data.tokenizer import AnyTokenizer
 from latte_eqx import LanguageModel, generate
-from latte_eqx.pretrained import load
-from train.restore import restore_run
+from train.restore import load_model
 from train.scoring import Advance, Pair, Scorer, Tokens, batched
 
 try:
@@ -235,26 +234,6 @@ def cut_off(text: str, until: Sequence[str]) -> tuple[str, bool]:
     return (text[: min(found)], True) if found else (text, False)
 
 
-def load_model(
-    model: Path | None, workdir: Path | None, *, step: int | None = None
-) -> tuple[LanguageModel, AnyTokenizer]:
-    """Read a pretrained model, or restore a run, with its tokenizer."""
-    if (model is None) == (workdir is None):
-        raise ValueError("Either `--workdir` or `--model` must be given, got both or neither.")
-    if model is not None and step is not None:
-        raise ValueError(f"`--step` must come with `--workdir`, got --model {model}.")
-    if workdir is not None:
-        run = restore_run(workdir, step=step)
-        if run.config.task.kind != "next_token":
-            raise ValueError(f"The run must be of a language model, got {workdir}, {run.config.task.kind}.")
-        return run.trainer.language_model(run.state), load_tokenizer(run.tokenizer)
-    assert model is not None
-    pretrained = load(model)
-    if pretrained.tokenizer is None:
-        raise ValueError(f"{model} must come with a tokenizer, got none.")
-    return pretrained.model, PretrainedTokenizer(str(model), pretrained.tokenizer)
-
-
 def measure_tasks(
     model: HarnessModel,
     names: Sequence[str],
@@ -320,7 +299,8 @@ def run_harness(
     out: Path | None = None,
 ) -> None:
     """Measure a model on tasks, print a line for each metric, and write them to a file."""
-    answering = HarnessModel(*load_model(model, workdir, step=step))
+    trained = load_model(model, workdir, step=step)
+    answering = HarnessModel(trained.model, trained.tokenizer)
     start = time.perf_counter()
     metrics = measure_tasks(answering, names, tasks_dir, limit=limit, num_fewshot=num_fewshot)
     seconds = time.perf_counter() - start

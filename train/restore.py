@@ -1,10 +1,14 @@
 """Open a run to look at what it has learned."""
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from data.prepared import read_manifest
+from data.tokenizer import AnyTokenizer, PretrainedTokenizer, load_tokenizer
+from latte_eqx import LanguageModel
+from latte_eqx.pretrained import load
 from train.checkpoint import Checkpoints
 from train.config import Config, from_dict
 from train.fsdp import make_mesh
@@ -52,16 +56,54 @@ def restore_every(path: Path) -> Iterator[Run]:
     checkpoints.close()
 
 
-def _open(path: Path, change: Callable[[Config], Config] | None) -> tuple[Config, Trainer, Checkpoints, str]:
-    workdir = WorkDirectory(path, None)
-    values = workdir.read_config()
+class TrainedModel(NamedTuple):
+    """A language model, what it reads and writes, and a text for it to continue."""
+
+    model: LanguageModel
+    tokenizer: AnyTokenizer
+    prompt: str
+
+
+def load_model(model: Path | None, workdir: Path | None, *, step: int | None = None) -> TrainedModel:
+    """Read a pretrained model, or restore a run."""
+    if (model is None) == (workdir is None):
+        raise ValueError("Either `--workdir` or `--model` must be given, got both or neither.")
+    if model is not None and step is not None:
+        raise ValueError(f"`--step` must come with `--workdir`, got --model {model}.")
+    if workdir is not None:
+        run = restore_run(workdir, step=step)
+        print(f"step {run.step} of {workdir}", file=sys.stderr)
+        return TrainedModel(run.trainer.language_model(run.state), load_tokenizer(run.tokenizer), run.config.prompt)
+    assert model is not None
+    pretrained = load(model)
+    if pretrained.tokenizer is None:
+        raise ValueError(f"{model} must come with a tokenizer, got none.")
+    return TrainedModel(pretrained.model, PretrainedTokenizer(str(model), pretrained.tokenizer), "")
+
+
+def begin_run(config: Config) -> Run:
+    """Return the run of a config before its first step: of a pretrained model, what it begins from."""
+    trainer = make_trainer(config, make_mesh(config.mesh))
+    return Run(config, trainer, trainer.init(), 0, _tokenizer(config))
+
+
+def read_config(path: Path) -> Config:
+    """Return the config of the run in a work directory."""
+    values = WorkDirectory(path, None).read_config()
     if values is None:
         raise FileNotFoundError(f"`workdir` must hold a run, got {path}, which has no config.json.")
-    config = from_dict(Config, values)
+    return from_dict(Config, values)
+
+
+def _open(path: Path, change: Callable[[Config], Config] | None) -> tuple[Config, Trainer, Checkpoints, str]:
+    config = read_config(path)
     if change is not None:
         config = change(config)
+    checkpoints = Checkpoints(WorkDirectory(path, None).checkpoints, every=config.checkpoint.every, read_only=True)
+    return config, make_trainer(config, make_mesh(config.mesh)), checkpoints, _tokenizer(config)
+
+
+def _tokenizer(config: Config) -> str:
     if config.data.directory is None:
-        raise ValueError(f"The run in {path} must name its data, got no `data.directory`.")
-    checkpoints = Checkpoints(workdir.checkpoints, every=config.checkpoint.every, read_only=True)
-    tokenizer = read_manifest(config.data.directory).tokenizer
-    return config, make_trainer(config, make_mesh(config.mesh)), checkpoints, tokenizer
+        raise ValueError("A run must name its data, got no `data.directory`.")
+    return read_manifest(config.data.directory).tokenizer

@@ -26,8 +26,8 @@ LOSS_MEMORY = 100
 class TrainState(eqx.Module):
     """Everything a run carries from step to step: arrays only. `params` is the model without its functions.
 
-    Of a fresh model all is trained. Of a pretrained one only what is new is trained; the rest is kept in the type of
-    the matrix products, and the optimizer does not know of it.
+    All of a model is trained, but of a pretrained one that gets latents only what is new: the rest is kept in the type
+    of the matrix products, and the optimizer does not know of it.
     """
 
     params: PyTree
@@ -85,7 +85,8 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     make = lambda: make_model(config.model, config.task, key=jax.random.key(config.seed))
     build = lambda: eqx.partition(make(), eqx.is_inexact_array)
     abstract, static = eqx.filter_eval_shape(build)
-    is_trained = jax.tree.map(lambda _: True, abstract) if config.pretrained.path is None else is_new(abstract)
+    gets_latents = config.pretrained.path is not None and config.model.mixer == "macchiato"
+    is_trained = is_new(abstract) if gets_latents else jax.tree.map(lambda _: True, abstract)
     specs = fsdp.parameter_specs(abstract, mesh)
     trained_specs, frozen_specs = eqx.partition(specs, is_trained)
     optimizer = make_optimizer(config.optim, config.steps)
@@ -170,7 +171,7 @@ def _skip_unless(is_good: Bool[Array, ""], before: TrainState, after: TrainState
 
 
 def _read_pretrained(config: Config, abstract: PyTree, mesh: Mesh) -> PyTree:
-    """Return the arrays of the pretrained model, with new latents; they must be those that the config says.
+    """Return the arrays of the pretrained model, with new latents if it gets some; they must be as the config says.
 
     Every device reads its own shards.
     """
@@ -178,23 +179,24 @@ def _read_pretrained(config: Config, abstract: PyTree, mesh: Mesh) -> PyTree:
     sizes = config.model
     is_abstract_array = lambda x: isinstance(x, jax.ShapeDtypeStruct)
     specs = lambda model: fsdp.parameter_specs(eqx.filter(model, is_abstract_array), mesh)
-    pretrained = load(config.pretrained.path, shardings=lambda model: fsdp.shardings(specs(model), mesh))
-    model = to_macchiato(
-        pretrained.model,
-        window=sizes.window,
-        num_latents=sizes.num_latents,
-        feed=sizes.feed,
-        latent_proj=sizes.latent_proj,
-        p0=config.pretrained.window_share,
-        key=jax.random.key(config.seed),
-    )
+    model = load(config.pretrained.path, shardings=lambda model: fsdp.shardings(specs(model), mesh)).model
+    if sizes.mixer == "macchiato":
+        model = to_macchiato(
+            model,
+            window=sizes.window,
+            num_latents=sizes.num_latents,
+            feed=sizes.feed,
+            latent_proj=sizes.latent_proj,
+            p0=config.pretrained.window_share,
+            key=jax.random.key(config.seed),
+        )
     arrays = eqx.filter(model, eqx.is_inexact_array)
     shapes = lambda tree: {jax.tree_util.keystr(path): x.shape for path, x in jax.tree_util.tree_leaves_with_path(tree)}
     wanted, got = shapes(abstract), shapes(arrays)
     for name in sorted(wanted.keys() | got.keys()):
         if wanted.get(name) != got.get(name):
             difference = f"{name} of shape {wanted.get(name)}, got {got.get(name)} in {config.pretrained.path}"
-            raise ValueError(f"`model` must be the pretrained model with a window and latents: it has {difference}.")
+            raise ValueError(f"`model` must be the pretrained model, with its latents if any: it has {difference}.")
     return jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(arrays))
 
 

@@ -1,5 +1,7 @@
 """Classification of sequences, and of pairs of sequences."""
 
+import math
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ class Encoder(eqx.Module):
     stack: Stack
     dropout: eqx.nn.Dropout
     has_sinusoidal: bool = eqx.field(static=True)
+    scale_embedding: bool = eqx.field(static=True)
 
     def __init__(self, config: ModelConfig, *, num_features: int | None = None, key: PRNGKeyArray):
         embedding_key, stack_key = jax.random.split(key)
@@ -28,6 +31,7 @@ class Encoder(eqx.Module):
         self.stack = Stack(config, key=stack_key)
         self.dropout = eqx.nn.Dropout(config.dropout)
         self.has_sinusoidal = config.positions == "sinusoidal"
+        self.scale_embedding = config.scale_embedding
 
     def __call__(
         self,
@@ -66,7 +70,8 @@ class Encoder(eqx.Module):
             return jax.vmap(self.embedding)(inputs)
         if is_floating:
             raise TypeError(f"`inputs` must be integer tokens, since `num_features` is not set, got {inputs.dtype}.")
-        return self.embedding[inputs]
+        x = self.embedding[inputs]
+        return x * math.sqrt(x.shape[-1]) if self.scale_embedding else x
 
 
 class SequenceClassifier(eqx.Module):

@@ -2,9 +2,12 @@
 
 from latte_eqx.models.config import ModelConfig
 
+# Beside sines and cosines as large as 1, embeddings that begin at 0.02 would be hard to see, so they are scaled.
+SINES = dict(positions="sinusoidal", scale_embedding=True)
+
 PAPER_ROWS: dict[str, ModelConfig] = {
-    "latte": ModelConfig(mixer="latte", feed=None, style="base", positions="sinusoidal"),
-    "latte_pp": ModelConfig(mixer="latte", feed=None, positions="sinusoidal"),
+    "latte": ModelConfig(mixer="latte", feed=None, style="base", **SINES),
+    "latte_pp": ModelConfig(mixer="latte", feed=None, **SINES),
     "latte_conv": ModelConfig(mixer="latte", feed="conv"),
     "latte_conv_swa": ModelConfig(mixer="macchiato", feed="conv"),
     "latte_r": ModelConfig(mixer="latte", feed="rglru"),

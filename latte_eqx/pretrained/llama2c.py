@@ -90,7 +90,7 @@ def read_tokenizer(path: Path, vocab_size: int) -> Any:
         text = content[offset - length : offset].decode()
         kind = sentencepiece.BYTE if FIRST_BYTE <= index < FIRST_BYTE + 256 else 1
         pieces.append(sentencepiece.Piece(text, score, kind))
-    # Unknown ones, and the first and the last of a text, are not written as a text would have them.
-    first = ("<unk>", sentencepiece.UNKNOWN), ("<s>", sentencepiece.CONTROL), ("</s>", sentencepiece.CONTROL)
+    # Texts begin with <s>, and that of the next one ends the one before it: these models never saw </s>.
+    first = ("<unk>", sentencepiece.UNKNOWN), ("<s>", sentencepiece.CONTROL), ("</s>", sentencepiece.UNUSED)
     pieces[:FIRST_BYTE] = [sentencepiece.Piece(text, 0.0, kind) for text, kind in first]
     return sentencepiece.make_tokenizer(pieces, begin=1, has_prefix=True, space=" ")

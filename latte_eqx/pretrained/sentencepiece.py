@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-UNKNOWN, CONTROL, USER_DEFINED, BYTE = 2, 3, 4, 6
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
 """Kinds of pieces; others are ordinary."""
 BYTE_PAIRS = 2
 """The kind of models that is read."""
@@ -73,7 +73,7 @@ def _merges(pieces: Sequence[Piece], vocabulary: dict[str, int]) -> list[tuple[s
     """Return all pairs of pieces that make up a third, in the order in which they are joined."""
     merges = []
     for piece in pieces:
-        if piece.kind in (UNKNOWN, CONTROL, BYTE):
+        if piece.kind in (UNKNOWN, CONTROL, UNUSED, BYTE):
             continue
         # What a user has defined comes before all else, the longest first.
         rank = (0.0, -len(piece.text)) if piece.kind == USER_DEFINED else (1.0, -piece.score)

@@ -1,7 +1,6 @@
 """Trained models on rows longer than those they were trained on."""
 
 import json
-from dataclasses import replace
 
 import pytest
 
@@ -52,10 +51,10 @@ def test_rows_of_every_length(workdirs, tmp_path):
 
 def test_longer_rows_keep_the_tokens_of_a_batch(workdirs):
     config = restore_run(workdirs[1]).config
-    changed = extrapolate.longer(config, factor=2, with_yarn=True)
+    changed = extrapolate.longer(config, seq=2 * SEQ, edges=(3,), yarn_from=SEQ)
     assert (changed.data.seq, changed.data.batch_size) == (2 * SEQ, max(ROWS // 2, 8))
     assert (changed.model.rotary_scale, changed.model.rotary_length) == (2, SEQ)
-    assert replace(changed.task, groups=()) == TaskConfig()
+    assert changed.task == TaskConfig(groups=(3,))
 
 
 def test_bucket_edges():
@@ -64,7 +63,7 @@ def test_bucket_edges():
     assert extrapolate.bucket_edges(4, 12) == (1, 2, 4, 8)
 
 
-@pytest.mark.parametrize("wrong", [{"factors": ()}, {"factors": (0, 1)}, {"workdirs": ()}])
+@pytest.mark.parametrize("wrong", [{"factors": ()}, {"factors": (0, 1)}, {"workdirs": ()}, {"trained": 0}])
 def test_bad_arguments(wrong, tmp_path):
     with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must"):
         extrapolate.Arguments(**{"workdirs": (tmp_path,), "out": tmp_path} | wrong)

@@ -93,7 +93,16 @@ def test_a_pretrained_model_continues_a_file(tmp_path, capsys):
 )
 def test_what_writes_must_be_clear(arguments, message):
     with pytest.raises(ValueError, match=message):
-        generate.Arguments(**arguments)
+        generate.main(generate.Arguments(**arguments))
+
+
+def test_without_a_stream_the_same_is_written(capsys):
+    arguments = dict(model=STORIES, prompt="Once upon a time", max_new_tokens=12, temperature=0.0)
+    texts = []
+    for stream in (True, False):
+        generate.main(generate.Arguments(**arguments, stream=stream))
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
 
 
 def test_plots_are_drawn(workdir, capsys):

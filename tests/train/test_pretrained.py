@@ -1,19 +1,22 @@
 """Training of a pretrained model: its own weights stay, and latents learn."""
 
 import dataclasses
+import json
 from pathlib import Path
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+from data.loader import open_rows
 from data.prepare import prepare_text
 from data.tokenizer import load_tokenizer
 from latte_eqx import ModelConfig
-from latte_eqx.pretrained import is_new, load, save
-from train import generate
+from latte_eqx.pretrained import is_new, load, save, to_macchiato
+from train import extrapolate, generate, write_texts
 from train.config import Config, DataConfig, MeshConfig, OptimConfig, PretrainedConfig
 from train.fsdp import make_mesh
 from train.main import main
@@ -90,14 +93,14 @@ def test_frozen_weights_are_kept_in_the_type_of_the_products(batch):
 
 def test_the_config_must_fit_the_model():
     for changes, message in (
-        (dict(dim=128), r"`model` must be the pretrained model with a window and latents: it has .* in .*stories260K"),
+        (dict(dim=128), r"`model` must be the pretrained model, with its latents if any: it has .* in .*stories260K"),
         (dict(num_layers=4), "`model` must be the pretrained model"),
     ):
         settings = config(model=dataclasses.replace(MODEL, **changes))
         with pytest.raises(ValueError, match=message):
             make_trainer(settings, make_mesh(settings.mesh)).init()
-    with pytest.raises(ValueError, match=r"must become a 'macchiato' with a `model\.window_bias`, got .*'attention'"):
-        config(model=ModelConfig(mixer="attention", **SIZES))
+    with pytest.raises(ValueError, match=r"become a 'macchiato' with a `model\.window_bias`, got .*'rglru'"):
+        config(model=ModelConfig(mixer="rglru", **SIZES))
 
 
 def test_from_the_command_line(stories, tmp_path, capsys):
@@ -106,7 +109,8 @@ def test_from_the_command_line(stories, tmp_path, capsys):
     (tmp_path / "stories.txt").write_text(200 * TEXT)
     tokenizer = tmp_path / "model" / "tokenizer.json"
     prepare_text([tmp_path / "stories.txt"], tmp_path / "prepared", tokenizer=str(tokenizer), quiet=True)
-    assert load_tokenizer(str(tokenizer)).end_of_text == 2
+    # That of the next story ends a story.
+    assert load_tokenizer(str(tokenizer)).end_of_text == stories.tokenizer.token_to_id("<s>") == 1
     file = Path(__file__).parents[2] / "configs" / "stories_macchiato.py"
     sizes = [
         f"--model.{name.replace('_', '-')}={value}" for name, value in (SIZES | dict(num_latents=32, window=8)).items()
@@ -119,3 +123,51 @@ def test_from_the_command_line(stories, tmp_path, capsys):
     generate.main(generate.Arguments(workdir=tmp_path / "run", max_new_tokens=8, temperature=0.0))
     assert "Once upon a time" in capsys.readouterr().out
     np.testing.assert_array_equal(restore_run(tmp_path / "run").state.params.embedding, stories.model.embedding)
+
+    # What it began from is measured beside it: in the window alone, and as it was.
+    sizes = dict(factors=(1, 2), trained=64)
+    extrapolate.main(extrapolate.Arguments(workdirs=(tmp_path / "run",), out=tmp_path / "longer", **sizes))
+    records = json.loads((tmp_path / "longer" / "results.json").read_text())
+    found = {(record["model"], record["seq"]): record for record in records}
+    names = "run", "run: the window alone", "run: the transformer"
+    assert set(found) == {(name, seq) for name in names for seq in (64, 128)}
+    assert [found[name, 64]["trained"] for name in names] == [64, 512, 512]
+    rows = open_rows(tmp_path / "prepared", "valid", seq=128, pack="concat")
+    windowed = to_macchiato(stories.model, window=8, num_latents=32, p0=1)
+    for name, model in (names[1], windowed), (names[2], stories.model):
+        inputs, targets = (jnp.stack([rows[index][key] for index in range(len(rows))]) for key in ("inputs", "targets"))
+        losses = optax.softmax_cross_entropy_with_integer_labels(jax.vmap(model)(inputs), jnp.maximum(targets, 0))
+        want = losses.mean(where=targets >= 0)
+        assert found[name, 128]["loss"] == pytest.approx(float(want), rel=1e-5)
+
+
+def test_a_transformer_can_be_trained_on(stories, batch):
+    transformer = config(model=stories.config)
+    losses, _, first, state = run(transformer, batch, 8)
+    logits = jax.vmap(stories.model)(jnp.asarray(batch["inputs"]))
+    want = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+    assert losses[0] == pytest.approx(float(want), rel=1e-5)
+    assert losses[-1] < losses[0] - 0.1
+    assert jax.tree.all(jax.tree.map(lambda x, y: np.any(x != y), first.params, jax.device_get(state.params)))
+
+
+def test_texts_of_its_own(stories, tmp_path, capsys):
+    """As many as were asked for, in batches, the same again after an interruption, and such as can be prepared."""
+    make = lambda out, **more: write_texts.Arguments(
+        **dict(model=STORIES, out=tmp_path / out, num_texts=7, max_tokens=24, batch_size=3) | more
+    )
+    write_texts.main(make("texts.jsonl"))
+    lines = (tmp_path / "texts.jsonl").read_text().splitlines(keepends=True)
+    texts = [json.loads(line)["text"] for line in lines]
+    assert len(set(texts)) == 7
+    assert all(2 <= len(stories.tokenizer.encode(text).ids) <= 26 for text in texts)
+    (tmp_path / "texts.jsonl").write_text("".join(lines[:4]) + lines[4][:9])
+    write_texts.main(make("texts.jsonl"))
+    assert (tmp_path / "texts.jsonl").read_text() == "".join(lines)
+    with pytest.raises(ValueError, match="must be of the same arguments"):
+        write_texts.main(make("texts.jsonl", seed=1))
+    manifest = prepare_text([tmp_path / "texts.jsonl"], tmp_path / "prepared", valid_fraction=0, quiet=True)
+    assert manifest.vocab_size == 257
+    for wrong in ({"num_texts": 0}, {"batch_size": 0}, {"max_tokens": 0}, {"out": "texts.txt"}):
+        with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must"):
+            make(**{"out": "texts.jsonl"} | wrong)

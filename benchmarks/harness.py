@@ -32,7 +32,8 @@ def best_times(contestants: Mapping[str, Callable[[], Any]], rounds: int) -> dic
 
 def machine() -> str:
     """Describe where the numbers come from."""
-    return f"jax {jax.__version__}, {jax.default_backend()}, {os.cpu_count()} cores"
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"jax {jax.__version__}, {jax.default_backend()}, cores: {cores}"
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
@@ -31,7 +32,7 @@ from train.flops import forward_flops_per_token, train_flops_per_token
 from train.fsdp import make_mesh
 from train.hardware import CompilerMissing, Target, UnknownTopology, target
 from train.hlo import Program, read_arrays
-from train.step import batch_specs, make_trainer
+from train.step import batch_specs, make_trainer, which_are_trained
 
 
 class Collectives(NamedTuple):
@@ -53,6 +54,8 @@ class Report:
     target: Target
     mesh: dict[str, int]
     num_parameters: int
+    num_trained: int
+    """How many of them are trained: only these are float32, with two moments each."""
     arguments: int
     """State and batch of a device."""
     temporaries: int
@@ -136,12 +139,14 @@ def compile_step(config: Config, target: Target) -> Report:
     memory, text = compiled.memory_analysis(), compiled.as_text()
     assert memory is not None
     assert text is not None
+    params, count = trainer.abstract_state.params, lambda tree: sum(x.size for x in jax.tree.leaves(tree))
     new_results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return Report(
         config,
         target,
         dict(mesh.shape),
-        sum(x.size for x in jax.tree.leaves(trainer.abstract_state.params)),
+        count(params),
+        count(eqx.filter(params, which_are_trained(config, params))),
         memory.argument_size_in_bytes,
         memory.temp_size_in_bytes,
         memory.argument_size_in_bytes + memory.temp_size_in_bytes + new_results,
@@ -254,7 +259,9 @@ def show(report: Report, console: Console) -> None:
             table.add_row("" if number else title, *line)
 
     section("devices", (f"{len(report.target.devices)}", device.kind), ("", f"mesh: {mesh}"))
-    section("parameters", (f"{report.num_parameters / 1e6:,.1f}M", "float32, each with two moments"))
+    num_frozen = report.num_parameters - report.num_trained
+    frozen = [(f"{num_frozen / 1e6:,.1f}M", f"{config.compute_dtype}, not trained")] if num_frozen else []
+    section("parameters", (f"{report.num_trained / 1e6:,.1f}M", "float32, each with two moments"), *frozen)
     section(
         "batch",
         (f"{report.num_tokens:,}", f"tokens: {config.data.batch_size} rows of {config.data.seq}"),

@@ -96,7 +96,7 @@ billion tokens; on rows of 4K, 8K and 16K tokens of SlimPajama the perplexity of
 of its Macchiato 10.14, 9.99 and 10.27.
 
     python -c "from latte_eqx.pretrained import load, save; save('stories15M', load('stories15M.bin'))"
-    python -m train.write_texts --model stories15M --num-texts 2560 --out texts/stories.jsonl
+    python -m train.write_texts --model stories15M --num-texts 512 --out texts/stories.jsonl
     python -m data.prepare text texts/stories.jsonl --tokenizer stories15M/tokenizer.json --out prepared/stories
     python -m train.main --config configs/stories_macchiato.py --pretrained.path stories15M \\
         --data.directory prepared/stories

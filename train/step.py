@@ -76,6 +76,12 @@ def batch_specs(batch: dict[str, Any]) -> dict[str, PartitionSpec]:
     return {name: fsdp.ROWS if x.ndim == 1 else fsdp.TOKENS for name, x in batch.items()}
 
 
+def which_are_trained(config: Config, params: PyTree) -> PyTree[bool]:
+    """Say of each array of a model whether it is trained; the arrays may be abstract."""
+    gets_latents = config.pretrained.path is not None and config.model.mixer == "macchiato"
+    return is_new(params) if gets_latents else jax.tree.map(lambda _: True, params)
+
+
 def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     """Compile nothing yet; say how."""
     rows = mesh.shape["data"] * mesh.shape["fsdp"] * config.optim.accumulate
@@ -85,8 +91,7 @@ def make_trainer(config: Config, mesh: Mesh) -> Trainer:
     make = lambda: make_model(config.model, config.task, key=jax.random.key(config.seed))
     build = lambda: eqx.partition(make(), eqx.is_inexact_array)
     abstract, static = eqx.filter_eval_shape(build)
-    gets_latents = config.pretrained.path is not None and config.model.mixer == "macchiato"
-    is_trained = is_new(abstract) if gets_latents else jax.tree.map(lambda _: True, abstract)
+    is_trained = which_are_trained(config, abstract)
     specs = fsdp.parameter_specs(abstract, mesh)
     trained_specs, frozen_specs = eqx.partition(specs, is_trained)
     optimizer = make_optimizer(config.optim, config.steps)

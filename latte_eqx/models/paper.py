@@ -1,9 +1,11 @@
 """The language models of the paper's two tables, by row."""
 
+from typing import Any
+
 from latte_eqx.models.config import ModelConfig
 
 # Beside sines and cosines as large as 1, embeddings that begin at 0.02 would be hard to see, so they are scaled.
-SINES = dict(positions="sinusoidal", scale_embedding=True)
+SINES: dict[str, Any] = dict(positions="sinusoidal", scale_embedding=True)
 
 PAPER_ROWS: dict[str, ModelConfig] = {
     "latte": ModelConfig(mixer="latte", feed=None, style="base", **SINES),

@@ -52,7 +52,7 @@ NORMS = 2 * DIM
 def test_each_device_holds_its_share_of_parameters_and_moments(name, report_of):
     report, num_devices = report_of(name, 2), len(target(name).devices)
     whole, cut = 2 * NORMS + DIM, 2 * LAYER + VOCAB * DIM
-    assert report.num_parameters == cut + whole
+    assert report.num_parameters == report.num_trained == cut + whole
     state = 3 * 4 * (cut / num_devices + whole)
     batch = 4 * (2 * SEQ + 1) * ROWS / num_devices
     # A TPU fills up the last tile of an array.
@@ -112,6 +112,7 @@ def pretend(monkeypatch):
             target=four,
             mesh=dict(data=1, fsdp=4, seq=1),
             num_parameters=156_000_000,
+            num_trained=156_000_000,
             **sizes,
             collectives=exchanged,
             compile_seconds=61.0,

@@ -99,8 +99,8 @@ def test_the_config_must_fit_the_model():
         settings = config(model=dataclasses.replace(MODEL, **changes))
         with pytest.raises(ValueError, match=message):
             make_trainer(settings, make_mesh(settings.mesh)).init()
-    with pytest.raises(ValueError, match=r"become a 'macchiato' with a `model\.window_bias`, got .*'rglru'"):
-        config(model=ModelConfig(mixer="rglru", **SIZES))
+    with pytest.raises(ValueError, match=r"become a 'macchiato' with a `model\.window_bias`, got .*'swa'"):
+        config(model=ModelConfig(mixer="swa", **SIZES))
 
 
 def test_from_the_command_line(stories, tmp_path, capsys):
@@ -166,7 +166,7 @@ def test_texts_of_its_own(stories, tmp_path, capsys):
     assert (tmp_path / "texts.jsonl").read_text() == "".join(lines)
     with pytest.raises(ValueError, match="must be of the same arguments"):
         write_texts.main(make("texts.jsonl", seed=1))
-    manifest = prepare_text([tmp_path / "texts.jsonl"], tmp_path / "prepared", valid_fraction=0, quiet=True)
+    manifest = prepare_text([tmp_path / "texts.jsonl"], tmp_path / "prepared", valid_fraction=0.0, quiet=True)
     assert manifest.vocab_size == 257
     for wrong in ({"num_texts": 0}, {"batch_size": 0}, {"max_tokens": 0}, {"out": "texts.txt"}):
         with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must"):

@@ -1,8 +1,9 @@
 """stories15M (Llama, 15 million parameters, trained on 256 tokens) with a window and latents: only these are trained.
 
     python -c "from latte_eqx.pretrained import load, save; save('stories15M', load('stories15M.bin'))"
-    python -m train.write_texts --model stories15M --num-texts 512 --out texts/stories.jsonl
-    python -m data.prepare text texts/stories.jsonl --tokenizer stories15M/tokenizer.json --out prepared/stories
+    python -m train.write_texts --model stories15M --num-texts 512 --batch-size 64 --out texts/stories.jsonl
+    python -m data.prepare text texts/stories.jsonl --tokenizer stories15M/tokenizer.json \\
+        --valid-fraction 0.25 --out prepared/stories
     python -m train.main --config configs/stories_macchiato.py --pretrained.path stories15M \\
         --data.directory prepared/stories
     python -m train.extrapolate --workdirs runs/stories_macchiato --out runs/extended

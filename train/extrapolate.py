@@ -158,18 +158,20 @@ def report(records: Sequence[dict[str, Any]], arguments: Arguments) -> None:
 
 def _draw(records: dict[str, list[dict[str, Any]]], path: Path) -> None:
     plt.switch_backend("agg")  # It needs no display.
-    figure, (by_length, by_position) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    figure, (by_length, by_position) = plt.subplots(1, 2, figsize=(10, 5), layout="constrained")
     for name, found in records.items():
         by_length.plot([record["seq"] for record in found], [record["loss"] for record in found], "o-", label=name)
         buckets = max(found, key=lambda record: record["seq"])["buckets"]
         edges = [bucket["from"] for bucket in buckets] + [buckets[-1]["to"]]
         by_position.stairs([bucket["loss"] for bucket in buckets], edges, baseline=None, label=name)
-    trained = next(iter(records.values()))[0]["trained"]
-    by_position.axvline(trained, color="grey", linestyle=":", label="trained length")
+    trained = min(record["trained"] for found in records.values() for record in found)
+    lengths = sorted({record["seq"] for found in records.values() for record in found})
+    by_position.axvline(trained, color="grey", linestyle=":", label=f"{trained} tokens, the trained length")
     by_length.set(xlabel="tokens in a row", ylabel="loss, nats per token", xscale="log")
-    by_position.set(xlabel="position in the longest rows", xscale="symlog")
-    by_length.legend()
-    by_position.legend()
+    by_length.set_xticks(lengths, [str(length) for length in lengths])
+    by_length.minorticks_off()
+    by_position.set(xlabel="position in the longest rows", xscale="symlog", xlim=(0, max(lengths)))
+    figure.legend(*by_position.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

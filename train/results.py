@@ -129,7 +129,8 @@ of this model is mostly its window; MQAR, above, is where latents are needed.
         "Time against length",
         "runtime/results.md",
         "runtime/results.png",
-        """Whole models; the paper times 400M and 2.6B on a GPU, forward alone. One core, with other work on the other one.
+        """Whole models; the paper times 400M and 2.6B on a GPU, forward alone. One core here,
+with other work on the other one.
 
     python benchmarks/runtime.py --figure runs/runtime/results.png > runs/runtime/results.md""",
     ),

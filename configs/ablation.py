@@ -8,7 +8,7 @@ transformer_pp; and r_swa, which is not among its ablations. All see the same to
     python -m train.sweep --config configs/ablation.py --variants latte latte_pp latte_conv latte_r latte_conv_swa \\
         latte_r_swa transformer_pp --seeds 0 1 2 --split valid --data.directory prepared/novels --out runs/ablation
 
-Parameters: 0.17M to 0.26M. Tokens: 2.5 million, 600 steps of 16 x 256. Cost: 3e12 to 4e12 FLOPs (`train.flops`).
+Parameters: 0.17M to 0.26M. Tokens: 2.5 million, 600 steps of 16 x 256. Cost: 2e12 to 4e12 FLOPs (`train.flops`).
 """
 
 from dataclasses import replace

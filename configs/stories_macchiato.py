@@ -1,15 +1,10 @@
 """stories15M (Llama, 15 million parameters, trained on 256 tokens) with a window and latents: only these are trained.
 
-    python -c "from latte_eqx.pretrained import load, save; save('stories15M', load('stories15M.bin'))"
-    python -m train.write_texts --model stories15M --num-texts 512 --batch-size 64 --out texts/stories.jsonl
-    python -m data.prepare text texts/stories.jsonl --tokenizer stories15M/tokenizer.json \\
-        --valid-fraction 0.25 --out prepared/stories
     python -m train.main --config configs/stories_macchiato.py --pretrained.path stories15M \\
         --data.directory prepared/stories
-    python -m train.extrapolate --workdirs runs/stories_macchiato --out runs/extended
 
-The file is one of llama2.c, with tokenizer.bin beside it. The model tells the stories that its latents are trained on;
-any others will do as well. The learning rate is five times that of the paper's extension of Gemma 2, whose training is
+docs/results.md has all commands, from the file of llama2.c on. The model tells the stories that its latents are trained
+on; any others will do as well. The learning rate is five times that of the paper's extension of Gemma 2, whose training is
 5000 times as long. Parameters: 15.7M, of which 0.51M are trained. Tokens: 0.3 million, 150 steps of 4 x 512.
 Cost: 3e13 FLOPs (`train.flops`, which counts gradients of frozen weights too), 13 minutes on one core.
 """

@@ -103,6 +103,7 @@ def measure(arguments: Arguments) -> Iterator[dict[str, Any]]:
     """Yield a record for each model and length, and of full attention on longer rows one more with YaRN."""
     for workdir in arguments.workdirs:
         found = list(contestants(workdir))
+        # The last one is what a run began from, if anything.
         first = arguments.trained or found[-1].trained
         for contestant in found:
             for seq in (first * factor for factor in arguments.factors):

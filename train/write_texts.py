@@ -73,6 +73,8 @@ def write_batch(trained: TrainedModel, number: int, arguments: Arguments) -> Ite
 
 def main(arguments: Arguments) -> None:
     """Write the texts that are not there yet."""
+    # Before anything is written: a model that cannot be read leaves nothing behind.
+    trained = load_model(arguments.model, arguments.workdir)
     settings = {name: str(value) for name, value in vars(arguments).items() if name not in ("out", "num_texts")}
     record = arguments.out.with_suffix(".json")
     if record.exists() and json.loads(record.read_text()) != settings:
@@ -84,7 +86,6 @@ def main(arguments: Arguments) -> None:
     num_batches = len(lines) // arguments.batch_size
     lines = lines[: num_batches * arguments.batch_size]
     arguments.out.write_text("".join(lines))
-    trained = load_model(arguments.model, arguments.workdir)
     with Progress() as progress, arguments.out.open("a") as file:
         task = progress.add_task("texts", total=arguments.num_texts, completed=len(lines))
         for number in range(num_batches, -(-arguments.num_texts // arguments.batch_size)):

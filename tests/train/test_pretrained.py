@@ -166,6 +166,9 @@ def test_texts_of_its_own(stories, tmp_path, capsys):
     assert (tmp_path / "texts.jsonl").read_text() == "".join(lines)
     with pytest.raises(ValueError, match="must be of the same arguments"):
         write_texts.main(make("texts.jsonl", seed=1))
+    with pytest.raises(FileNotFoundError, match="A model must be"):
+        write_texts.main(make("others.jsonl", model=tmp_path / "nothing"))
+    assert not list(tmp_path.glob("others*"))
     manifest = prepare_text([tmp_path / "texts.jsonl"], tmp_path / "prepared", valid_fraction=0.0, quiet=True)
     assert manifest.vocab_size == 257
     for wrong in ({"num_texts": 0}, {"batch_size": 0}, {"max_tokens": 0}, {"out": "texts.txt"}):

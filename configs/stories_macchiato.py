@@ -4,8 +4,8 @@
         --data.directory prepared/stories
 
 docs/results.md has all commands, from the file of llama2.c on. The model tells the stories that its latents are trained
-on; any others will do as well. The learning rate is five times that of the paper's extension of Gemma 2, whose training is
-5000 times as long. Parameters: 15.7M, of which 0.51M are trained. Tokens: 0.3 million, 150 steps of 4 x 512.
+on; any others will do as well. The learning rate is five times that of the paper's extension of Gemma 2, whose training
+is 5000 times as long. Parameters: 15.7M, of which 0.51M are trained. Tokens: 0.3 million, 150 steps of 4 x 512.
 Cost: 3e13 FLOPs (`train.flops`, which counts gradients of frozen weights too), 13 minutes on one core.
 """
 

@@ -426,6 +426,9 @@ def as_nobody():
     """A directory of which this process, even if started by root, is not the owner until the function is called."""
     directory = Path(tempfile.mkdtemp())
     user = os.geteuid()
+    # What is compiled as nobody could not be kept, and jax warns of that.
+    least_seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", float("inf"))
 
     def drop():
         directory.chmod(0o555)
@@ -434,6 +437,7 @@ def as_nobody():
 
     yield directory, drop
     os.seteuid(user)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", least_seconds)
     shutil.rmtree(directory)
 
 

@@ -11,12 +11,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
+from latte_eqx.mixers.attention import WindowState
 from latte_eqx.models.language_model import LanguageModel
 
 # Prompts are read in pieces of at most this many tokens, so that memory does not grow with their length.
 PIECE = 1024
+# Caches are shortened to no fewer tokens than these.
+FEWEST_PLACES = 64
 
-Prompt = Sequence[int] | Int[Array, " seq"] | Int[np.ndarray, " seq"]
+# Prompts of a batch have lengths of their own, so that the axis has no name.
+Prompt = Sequence[int] | Int[Array, "_"] | Int[np.ndarray, "_"]
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,15 @@ class Sampler:
 
 
 def prefill(model: LanguageModel, tokens: Int[Array, "batch seq"]) -> tuple[Float[Array, "batch vocab"], PyTree]:
-    """Read prompts of one length; return the logits after them and the states.
+    """Read prompts of one length; return the logits after them and the states, for `jax.vmap(model.extend)`."""
+    logits, state = _read(model, tokens, init_rows(model, tokens.shape[0]))
+    return logits, jax.tree.map(lambda x, axis: jnp.moveaxis(x, axis, 0), state, _row_axes(state))
 
-    Pieces have lengths that are powers of two, so that prompts of all lengths share a few compiled programs.
-    """
+
+def _read(model, tokens, state):
+    """Read prompts in pieces whose lengths are powers of two, so that all lengths share a few compiled programs."""
     if tokens.shape[1] == 0:
         raise ValueError("A prompt must hold at least one token, got an empty one.")
-    state = _batch_state(model, tokens.shape[0])
     rest = tokens
     while True:
         size = min(PIECE, 1 << (rest.shape[1].bit_length() - 1))
@@ -104,7 +110,7 @@ def generate(
         raise ValueError(f"`max_new_tokens` must not be negative, got {max_new_tokens=}.")
     sampler = Sampler(temperature, top_k, top_p)
     prompts, is_single = _as_prompts(prompt, model.embedding.shape[0])
-    logits, state = _prefill_all(model, prompts)
+    logits, state = _prefill_all(model, prompts, max_new_tokens)
     keys = jax.random.split(key, len(prompts)) if not is_single else key[None]
     new = np.full((len(prompts), max_new_tokens), -1 if stop_token is None else stop_token, np.int32)
     is_done = np.zeros(len(prompts), bool)
@@ -129,7 +135,8 @@ def generate(
 def _extend(model, tokens_and_state):
     """Return the logits after the last token of each row, and the states."""
     tokens, state = tokens_and_state
-    logits, state = jax.vmap(model.extend)(tokens, state)
+    axes = _row_axes(state)
+    logits, state = jax.vmap(model.extend, (0, axes), (0, axes))(tokens, state)
     return logits[:, -1], state
 
 
@@ -139,8 +146,23 @@ def _sample(logits, keys, step, sampler):
     return jax.vmap(lambda logits, key: sampler(logits, key=key))(logits, keys).astype(jnp.int32)
 
 
-def _batch_state(model, batch):
-    return jax.tree.map(lambda x: jnp.repeat(x[None], batch, axis=0), model.init_state())
+def _row_axes(state):
+    """Tell which axis the rows are: behind the layers, so that a scan over these need not transpose a state."""
+    return eqx.tree_at(lambda state: state.position, jax.tree.map(lambda _: 1, state), 0)
+
+
+def init_rows(model: LanguageModel, num_rows: int, max_tokens: int | None = None) -> PyTree:
+    """Return the states of rows before their first tokens; of at most `max_tokens`, caches need not be longer."""
+    state = model.init_state()
+    if max_tokens is not None:
+        # Powers of two, so that rows of all lengths share a few compiled programs.
+        places = max(FEWEST_PLACES, 1 << (max_tokens - 1).bit_length())
+        is_window = lambda x: isinstance(x, WindowState)
+        arrays = lambda window: (window.keys, window.values)
+        shorten = lambda x: eqx.tree_at(arrays, x, [y[..., :places, :] for y in arrays(x)]) if is_window(x) else x
+        state = jax.tree.map(shorten, state, is_leaf=is_window)
+    repeat = lambda x, axis: jnp.repeat(jnp.expand_dims(x, axis), num_rows, axis=axis)
+    return jax.tree.map(repeat, state, _row_axes(state))
 
 
 def _as_prompts(prompt, vocab_size):
@@ -156,13 +178,16 @@ def _as_prompts(prompt, vocab_size):
     return [row.astype(np.int32) for row in prompts], is_single
 
 
-def _prefill_all(model, prompts):
+def _prefill_all(model, prompts, max_new_tokens):
     """Prefill prompts of equal length together, and put the rows back in order."""
     lengths = np.array([len(prompt) for prompt in prompts])
+    max_tokens = int(lengths.max()) + max_new_tokens
     order, groups = [], []
     for length in np.unique(lengths):
         rows = np.flatnonzero(lengths == length)
         order.extend(rows)
-        groups.append(prefill(model, jnp.asarray(np.stack([prompts[row] for row in rows]))))
+        tokens = jnp.asarray(np.stack([prompts[row] for row in rows]))
+        groups.append(_read(model, tokens, init_rows(model, len(rows), max_tokens)))
     back = np.argsort(np.array(order))
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[back], *groups)
+    join = lambda axis, *parts: jnp.concatenate(parts, axis).take(back, axis)
+    return jax.tree.map(join, (0, _row_axes(groups[0][1])), *groups)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from latte_eqx import LanguageModel, ModelConfig, generate, prefill
-from latte_eqx.decoding import PIECE, Sampler
+from latte_eqx.decoding import PIECE, Sampler, init_rows
 from tests.test_mixer_contract import assert_near, moved
 
 VOCAB = 40
@@ -151,6 +151,18 @@ def test_prefill_of_a_long_prompt(model):
     logits, state = prefill(model, tokens)
     assert_near(logits, jax.jit(jax.vmap(lambda row: model(row)[-1]))(tokens), 1e-4)
     np.testing.assert_array_equal(state.position, [1500, 1500])
+
+
+def test_caches_are_as_long_as_what_comes(key):
+    """Up to their last place: 50 tokens and 14 more, which is all there is room for."""
+    model = moved(LanguageModel(replace(CONFIG, mixer="attention", max_length=300), key=key))
+    places = [init_rows(model, 2, max_tokens).layers[0].keys.shape[-2] for max_tokens in (None, 10, 64, 65, 1000)]
+    assert places == [300, 64, 64, 128, 300]
+    prompts = [np.random.default_rng(length).integers(VOCAB, size=length, dtype=np.int32) for length in (50, 37, 1)]
+    rows = generate(model, prompts, max_new_tokens=14, key=key, temperature=0.0)
+    for prompt, row in zip(prompts, rows, strict=True):
+        logits = forward(model, jnp.asarray([*prompt, *row[:-1]], jnp.int32))
+        np.testing.assert_array_equal(jnp.argmax(logits[len(prompt) - 1 :], axis=-1), row)
 
 
 def test_prefill_does_not_take_the_tokens_away(model):

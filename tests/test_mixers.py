@@ -244,6 +244,22 @@ ROTATED = {
 STRETCH = YaRN(scale=4.0, length=LENGTH // 4)
 
 
+@pytest.mark.parametrize("sizes", [(1,) * (2 * WINDOW + 3), (4, WINDOW), (WINDOW + 1, 5), (0, 20)], ids=str)
+def test_a_token_keeps_its_place_in_the_cache(sizes):
+    """Token n is at n modulo the places, however it came there, so that one more token changes one place."""
+    mixer, places, seen = build(MIXERS["swa"]), WINDOW + 1, sum(sizes)
+    state = mixer.init_state()
+    for piece in jnp.split(X[:seen], np.cumsum(sizes)[:-1]):
+        _, state = mixer.extend(piece, state)
+    np.testing.assert_array_equal(state.position, seen)
+    written = np.arange(max(0, seen - places), seen)
+    values = np.asarray(project(mixer.to_value.weight, np.asarray(X)))
+    np.testing.assert_allclose(np.asarray(state.values)[:, written % places], values[:, written], rtol=0, atol=1e-5)
+    _, after = mixer.extend(X[seen : seen + 1], state)
+    changed = np.any(np.asarray(after.values) != np.asarray(state.values), axis=(0, 2))
+    np.testing.assert_array_equal(np.flatnonzero(changed), [seen % places])
+
+
 @pytest.mark.parametrize("name", ROTATED)
 def test_a_stretch_takes_the_same_parameters(name):
     plain, unit, stretched = (build(partial(ROTATED[name], yarn=yarn)) for yarn in (None, YaRN(1.0, 10), STRETCH))

@@ -20,6 +20,7 @@ import tyro
 
 from data.tokenizer import AnyTokenizer
 from latte_eqx import LanguageModel, generate
+from latte_eqx.decoding import init_rows
 from train.console import plain_errors
 from train.restore import load_model
 
@@ -104,15 +105,15 @@ def write_sample(
     )
     show(next_piece(None))
     print("" if stream else "".join(text[1:]))
-    _say_how_fast(model, len(ids), times)
+    _say_how_fast(model, len(ids), max_new_tokens, times)
     if path is not None:
         with path.open("a") as file:
             file.write("".join(text) + "\n\n")
     return "".join(text)
 
 
-def _say_how_fast(model: LanguageModel, num_read: int, times: Sequence[float]) -> None:
-    state = jax.eval_shape(model.init_state)
+def _say_how_fast(model: LanguageModel, num_read: int, max_new_tokens: int, times: Sequence[float]) -> None:
+    state = eqx.filter_eval_shape(init_rows, model, 1, num_read + max_new_tokens)
     size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)) / 2**20
     # The first tokens wait for what is compiled.
     later = times[3:]

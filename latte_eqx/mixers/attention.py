@@ -26,10 +26,14 @@ class HeadSettings(TypedDict, total=False):
 
 
 class WindowState(eqx.Module):
-    """The last `window` keys (rotated) and values, the newest last, and how many tokens there were."""
+    """The last `window + 1` keys (rotated) and values, and how many tokens there were.
 
-    keys: Float[Array, "kv_heads window head_dim"]
-    values: Float[Array, "kv_heads window head_dim"]
+    Token n has the place n modulo the number of places: one more token changes one place, and then sees what is in all
+    of them. Fewer places are enough where no more tokens than that will come.
+    """
+
+    keys: Float[Array, "kv_heads places head_dim"]
+    values: Float[Array, "kv_heads places head_dim"]
     position: Int[Array, ""]
 
 
@@ -108,20 +112,30 @@ class Window(eqx.Module):
     def init_state(self) -> WindowState:
         """Return the empty cache."""
         head_dim = self.to_query.weight.shape[0] // self.num_heads
-        empty = jnp.zeros((self.num_kv_heads, self.window, head_dim), self.to_key.weight.dtype)
+        empty = jnp.zeros((self.num_kv_heads, self.window + 1, head_dim), self.to_key.weight.dtype)
         return WindowState(empty, empty, jnp.zeros((), jnp.int32))
 
     def extend(
         self, x: Float[Array, "seq dim"], values: Float[Array, "kv_heads seq head_dim"], state: WindowState
     ) -> tuple[Float[Array, "heads seq head_dim"], WindowState]:
         """Attend from further tokens to themselves and to the cache."""
-        seq = x.shape[0]
+        seq, places = x.shape[0], state.keys.shape[1]
         queries, keys = self._project(x, state.position + jnp.arange(seq))
-        keys = jnp.concatenate([state.keys.astype(keys.dtype), keys], axis=1)
-        values = jnp.concatenate([state.values.astype(values.dtype), values], axis=1)
-        filled = jnp.arange(self.window + seq) >= self.window - state.position
-        y = self._attend(queries, keys, values, past=self.window, key_mask=filled)
-        return y, WindowState(keys[:, seq:], values[:, seq:], state.position + seq)
+        old_keys, old_values = state.keys.astype(keys.dtype), state.values.astype(values.dtype)
+        position = state.position
+        if seq == 1:
+            is_new = (jnp.arange(places) == position % places)[:, None]
+            keys, values = jnp.where(is_new, keys, old_keys), jnp.where(is_new, values, old_values)
+            y = self._attend(queries, keys, values, past=places - 1, key_mask=jnp.arange(places) <= position)
+            return y, WindowState(keys, values, position + 1)
+        # The oldest first, then the further tokens; at the end each goes to its place.
+        keys = jnp.concatenate([jnp.roll(old_keys, -position, axis=1), keys], axis=1)
+        values = jnp.concatenate([jnp.roll(old_values, -position, axis=1), values], axis=1)
+        is_filled = jnp.arange(1, places + seq) >= places - position
+        y = self._attend(queries, keys[:, 1:], values[:, 1:], past=places - 1, key_mask=is_filled)
+        position += seq
+        keys, values = (jnp.roll(x[:, seq:], position, axis=1) for x in (keys, values))
+        return y, WindowState(keys, values, position)
 
     def _project(self, x, positions):
         queries = split_heads(jax.vmap(self.to_query)(x), self.num_heads)

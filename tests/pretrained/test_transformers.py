@@ -66,7 +66,7 @@ def test_local_layers_keep_a_cache_of_their_window(theirs, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     model, config, _ = load(tmp_path / "theirs")
     lengths = [state.keys.shape[2] for state in model.stack.init_state()]
-    assert lengths == [4] * (config.global_every - 1) + [63]
+    assert lengths == [5] * (config.global_every - 1) + [64]
 
 
 def test_all_to_the_window_is_the_model_in_a_window(theirs, tmp_path):

@@ -77,7 +77,7 @@ def test_a_pretrained_model_continues_a_file(tmp_path, capsys):
     output = capsys.readouterr()
     assert output.out.startswith("\nOnce upon a time, there was a little girl named Lily. She loved to play")
     assert "13 tokens read" in output.err
-    assert "tokens a second, 0.6 MiB of state" in output.err
+    assert "tokens a second, 0.1 MiB of state" in output.err
     generate.main(generate.Arguments(**arguments))
     assert len(capsys.readouterr().out) > 20
 

@@ -3,7 +3,8 @@
     LATTE_EQX_REAL_DATA=DIR python -m pytest -m slow tests/pretrained/test_real_weights.py
 
 None of the files may be shipped, so DIR must hold them, anywhere below it: stories15M.bin with tokenizer.bin beside it,
-SmolLM2-135M-Instruct.Q4_1.gguf, gemma-3-270m-q4_k_m.gguf, tinystories_5stories.txt and wikitext2_valid.txt.
+SmolLM2-135M-Instruct.Q4_1.gguf, gemma-3-270m-q4_k_m.gguf, tinystories_5stories.txt and wikitext2_valid.txt. Where the
+extra `parity` and the package accelerate are installed, logits are compared with those of transformers.
 """
 
 import math
@@ -45,15 +46,43 @@ def test_stories15m_tells_stories():
     assert total / sum(len(row) - 1 for row in rows) == pytest.approx(1.136, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("name", "want"), [("SmolLM2-135M-Instruct.Q4_1.gguf", 1.08), ("gemma-3-270m-q4_k_m.gguf", 1.00)]
-)
+SMOLLM2, GEMMA = "SmolLM2-135M-Instruct.Q4_1.gguf", "gemma-3-270m-q4_k_m.gguf"
+
+
+def wikitext():
+    """Return the text with `unk` for rare words: `<unk>` is to Gemma's tokenizer a token that its model never read."""
+    return real("wikitext2_valid.txt").read_text().replace("<unk>", "unk")
+
+
+@pytest.mark.parametrize(("name", "want"), [(SMOLLM2, 1.08), (GEMMA, 1.00)])
+@pytest.mark.usefixtures("optimized")
 def test_bits_per_byte_of_wikitext(name, want):
-    """In rows of 1024 tokens, every eighth of the text, each with the token that the model expects before a text."""
+    """On every eighth row of the text, each with the token that the model expects before a text.
+
+    How the figures were measured is not known, so a miss need not be a fault of the weights: the test below compares
+    them with transformers. SmolLM2 has 1.093 here; Gemma has 1.026 and misses the bound.
+    """
+    seq = 1024
     model, _, tokenizer = load(real(name))
-    ids = np.array(tokenizer.encode(real("wikitext2_valid.txt").read_text(), add_special_tokens=False).ids)
+    ids = np.array(tokenizer.encode(wikitext(), add_special_tokens=False).ids)
     first = tokenizer.encode("").ids
-    rows = ids[: len(ids) // 1024 * 1024].reshape(-1, 1024)[::8]
+    rows = ids[: len(ids) // seq * seq].reshape(-1, seq)[::8]
     total = sum(float(loss(model, jnp.asarray([*first, *row]))) for row in rows)
     num_bytes = sum(len(tokenizer.decode(row.tolist()).encode()) for row in rows)
     assert total / math.log(2) / num_bytes == pytest.approx(want, rel=0.02)
+
+
+@pytest.mark.parametrize("name", [SMOLLM2, GEMMA])
+@pytest.mark.usefixtures("optimized")
+def test_logits_are_those_of_transformers(name):
+    """Of 700 tokens, which is more than a local layer of Gemma sees."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    path = real(name)
+    model, _, tokenizer = load(path)
+    tokens = np.array(tokenizer.encode(wikitext()[:6000]).ids[:700])
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with torch.no_grad():
+        want = theirs(torch.tensor(tokens)[None]).logits[0].numpy()
+    got = eqx.filter_jit(model)(jnp.asarray(tokens))
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())

@@ -40,7 +40,7 @@ TASKS = {
     "listops_cpu": (128, 16, 32, 64, 2e-3, 64, 0.01, 0.0, 2, 50_000),
     "text_cpu": (1000, 257, 64, 64, 2e-3, 16, 0.05, 0.0, 2, 22_500),
 }
-# What short runs learn from, too. Bytes make words, which a window of few bytes, with half of the attention, finds first.
+# What helps short runs. Bytes make words, which a window of few bytes, with half of the attention, finds first.
 SMALL_MODELS = {
     "listops_cpu": dict(window=32),
     "text_cpu": dict(window=4, window_bias=log(16), init="lecun"),

@@ -6,23 +6,23 @@ The tests compile much and run little, so most of XLA's optimizations are off; `
 import os
 import tempfile
 
+# In the environment, so that processes which tests start have them, too.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "latte_eqx_jax_cache"))
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+if not os.environ.get("LATTE_EQX_OPTIMIZE"):
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+
 import jax
 import pytest
 
-CACHE = os.environ.get("JAX_COMPILATION_CACHE_DIR", os.path.join(tempfile.gettempdir(), "latte_eqx_jax_cache"))
-
-if not os.environ.get("LATTE_EQX_OPTIMIZE"):
-    jax.config.update("jax_disable_most_optimizations", True)
+if not os.environ.get("LATTE_EQX_OPTIMIZE") and jax.__version_info__ < (0, 11):
     # By far the slowest part of the compiler where it can be left out; later versions do not know the flag.
-    if jax.__version_info__ < (0, 11):
-        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_use_fusion_emitters=false"
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-jax.config.update("jax_compilation_cache_dir", CACHE)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import CACHE
 from train.config import TaskConfig, load_config
 from train.evaluate import Arguments as EvaluateArguments
 from train.evaluate import main as evaluate
@@ -81,9 +80,6 @@ class Process:
             "PYTHONPATH": str(ROOT),
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(num_devices),
-            "JAX_COMPILATION_CACHE_DIR": CACHE,
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         }
         words = [sys.executable, "-c", code, *words]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

@@ -67,7 +67,7 @@ def read_retrieval(source: Path) -> Found:
 def read_reviews(source: Path, valid_fraction: float, seed: int) -> Found:
     """Read IMDb: `{train,test}/{pos,neg}/*.txt`, or `{train,test}.jsonl` with the fields text and label."""
     train, test = (_reviews(source, split) for split in ("train", "test"))
-    return _with_valid(train, test, valid_fraction, seed)
+    return _with_valid(_mix(train, seed), _mix(test, seed), valid_fraction, seed)
 
 
 def read_cifar(source: Path, valid_fraction: float, seed: int) -> Found:
@@ -213,13 +213,21 @@ def _draw(rows: Sequence[_Labelled], fraction: float, seed: int) -> set[int]:
     """Draw a fraction of each class by the contents: in what order or in which files they come does not matter."""
     if not 0 < fraction < 1:
         raise ValueError(f"`valid_fraction` must be between 0 and 1, got {fraction}.")
-    key = str(seed).encode()
-    ranks = [hashlib.blake2b(row.content, digest_size=16, key=key).digest() for row in rows]
+    ranks = [_rank(row, seed) for row in rows]
     drawn = set()
     for label in {row.label for row in rows}:
         numbers = sorted((i for i, row in enumerate(rows) if row.label == label), key=ranks.__getitem__)
         drawn.update(numbers[: round(fraction * len(numbers))])
     return drawn
+
+
+def _mix(rows: Sequence[_Labelled], seed: int) -> list[_Labelled]:
+    """Put what comes class by class in an order in which any part has all classes."""
+    return sorted(rows, key=lambda row: _rank(row, seed))
+
+
+def _rank(row: _Labelled, seed: int) -> bytes:
+    return hashlib.blake2b(row.content, digest_size=16, key=str(seed).encode()).digest()
 
 
 def _find(source: Path, names: Sequence[str], alternative: str = "") -> list[Path]:

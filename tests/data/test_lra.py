@@ -72,6 +72,14 @@ def test_reviews(tmp_path):
     assert sorted(label for _, label in found["valid"]) == [0, 0, 1, 1]
 
 
+def test_any_part_of_the_reviews_has_both_classes(tmp_path):
+    write_acl_imdb(tmp_path / "source")
+    prepare_reviews(tmp_path / "out", source=tmp_path / "source", valid_fraction=0.5, quiet=True)
+    for split, rows in rows_of(tmp_path / "out", 64).items():
+        labels = [int(row["targets"]) for row in rows]
+        assert {sum(labels[:10]), sum(labels[-10:])} <= set(range(2, 9)), split
+
+
 def test_the_seed_decides_what_validates(tmp_path):
     write_tables(tmp_path / "source")
     for name, seed in (("a", 0), ("b", 0), ("c", -1)):

@@ -42,7 +42,7 @@ TASKS = {
     "listops_cpu": (128, 16, 32, 64, 2e-3, 64, 0.01, 0.0, 2, 50_000),
     "text_cpu": (1000, 257, 64, 64, 1e-3, 16, 0.05, 0.0, 2, 22_500),
 }
-# What helps short runs. Bytes make words, which a window of few bytes, with half of the attention, finds first.
+# Short runs start with less to find: bytes make words, which a window of few bytes holds, with half of the attention.
 SMALL_MODELS = {
     "listops_cpu": dict(window=32),
     "text_cpu": dict(window=4, window_bias=log(16), init="lecun"),

@@ -73,11 +73,16 @@ def _cotangents(seq, batch=(2,), seed=2):
     return draw(seq, DIM), LatteState(draw(LATENTS, DIM), jnp.zeros((*batch, LATENTS)), draw(LATENTS))
 
 
-@pytest.fixture(params=[*PLAIN, *KERNELS])
+@pytest.fixture(params=[*PLAIN, "chunked in groups", *KERNELS])
 def implementation(request, monkeypatch):
     """The name of an implementation; the kernels of one platform stand in for `"pallas"`, interpreted."""
     if request.param in PLAIN:
         return request.param
+    if request.param not in KERNELS:
+        # From 257 tokens on: each of two rows is a group, and steps take two or three chunks.
+        monkeypatch.setattr(chunked, "GROUPS", 2)
+        monkeypatch.setattr(chunked, "CACHED_TOKENS", 1200)
+        return "chunked"
     interpreted = partial(passes.latte_causal, passes=_interpreted(KERNELS[request.param]), shortest=BLOCK)
     monkeypatch.setitem(causal.IMPLEMENTATIONS, "pallas", interpreted)
     return "pallas"
@@ -258,7 +263,7 @@ def test_empty_sequence_keeps_the_state():
 @pytest.mark.parametrize("cached_rows", [5, 6])
 def test_vmap_does_not_run_both_branches(monkeypatch, cached_rows):
     """A batch by `vmap` is the batch as a leading axis: the same values, and a true branch rather than a select."""
-    monkeypatch.setattr(chunked, "CACHED_ROWS", cached_rows)
+    monkeypatch.setattr(chunked, "CACHED_TOKENS", cached_rows * CHUNK)
     arrays = _inputs("jumps", 2 * CHUNK, batch=(3, 2))
     loss = lambda *arrays: (latte_causal(*arrays)[0] ** 2).sum()
     batched = lambda *arrays: jax.vmap(jax.grad(loss, (0, 1, 2)))(*arrays)
@@ -272,8 +277,8 @@ def test_vmap_does_not_run_both_branches(monkeypatch, cached_rows):
 
 def test_many_rows_are_each_as_alone(monkeypatch):
     """Rows read one after another, on two levels, with documents that some of them share."""
-    monkeypatch.setattr(chunked, "CACHED_ROWS", 2)
     batch, seq = (2, 3, 2), BLOCK + 3
+    monkeypatch.setattr(chunked, "CACHED_TOKENS", 2 * 2 * BLOCK)
     arrays, (dy, _) = _inputs("wide", seq, batch=batch), _cotangents(seq, batch=batch)
     segment_ids = _segments(seq, batch=(2, 1, 1))
 
@@ -286,6 +291,22 @@ def test_many_rows_are_each_as_alone(monkeypatch):
         alone = jax.jit(run)(tuple(x[row] for x in arrays), dy[row], segment_ids[row[0], 0, 0])
         for got, want in zip(together, alone, strict=True):
             np.testing.assert_allclose(got[row], want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("seq", [CHUNK, 2 * CHUNK, 3 * CHUNK])
+def test_heads_in_groups_share_documents(seq):
+    """As a CPU takes a whole layer: groups of heads and several chunks in a step, ids for all heads at once."""
+    arrays, (dy, _) = _inputs("normal", seq, batch=(4, 4)), _cotangents(seq, batch=(4, 4))
+    segment_ids = _segments(seq, batch=(4, 1))
+
+    def run(arrays, dy, segment_ids, implementation):
+        op = lambda *arrays: latte_causal(*arrays, segment_ids=segment_ids, implementation=implementation)[0]
+        y, pull_back = jax.vjp(op, *arrays)
+        return y, *pull_back(dy)
+
+    run = jax.jit(run, static_argnums=3)
+    for got, want in zip(run(arrays, dy, segment_ids, "chunked"), run(arrays, dy, segment_ids, "scan"), strict=True):
+        np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 def test_ordinary_keys_take_the_fast_branch(monkeypatch):

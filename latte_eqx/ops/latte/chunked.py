@@ -29,8 +29,10 @@ from latte_eqx.ops.latte.passes import BLOCK, TOKEN_BY_TOKEN
 from latte_eqx.ops.latte.state import LOWEST, SMALLEST_MASS, LatteState, divide
 from latte_eqx.ops.segments import segment_starts
 
-# A CPU's cache holds a chunk of about this many rows.
-CACHED_ROWS = 32
+# A CPU's cache holds about so many tokens of all rows, and its cores share out what this many groups of heads ask for.
+CACHED_TOKENS, GROUPS = 8192, 4
+# More tokens of one row in a step would have more to add up than to multiply.
+LONGEST_STEP = 1024
 
 
 def forward(
@@ -44,20 +46,23 @@ def forward(
     keep: bool,
 ) -> tuple[Float[Array, "*batch seq dim"], LatteState, LatteState | None]:
     """Read the chunks one after another."""
-    shape = _shape(chunk)
 
-    @_in_cache
+    @partial(_suit, chunk)
     @_as_steep_as(lambda weights, keys, values, segment_ids, state: (keys, segment_ids, state))
-    def run(may_be_steep, weights, keys, values, segment_ids, state):
+    def run(may_be_steep, steps, weights, keys, values, segment_ids, state):
         def read(carry, index):
-            state, y = carry
-            chunk = _chunk(weights, keys, values, segment_ids, state, index, shape)
-            new_y, after = chunk.choose(may_be_steep, lambda: _read_chunk(chunk), lambda: _read_tokens(chunk))
-            return (after, _put(y, new_y, index)), state if keep else None
+            states, y = carry
+            after = []
+            for group, state in enumerate(states):
+                place = _Place(steps, index, group)
+                chunk = _chunk(weights, keys, values, segment_ids, state, place)
+                new_y, state = chunk.choose(may_be_steep, partial(_read_chunk, chunk), partial(_read_tokens, chunk))
+                y = place.put(y, new_y)
+                after.append(state)
+            return (after, y), states if keep else None
 
-        steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1]))
-        (state, y), states = lax.scan(read, (state, jnp.zeros_like(values)), steps)
-        return y, state, jax.tree.map(lambda x: jnp.moveaxis(x, 0, keys.ndim - 2), states)
+        (states, y), kept = lax.scan(read, (steps.split(state), jnp.zeros_like(values)), jnp.arange(steps.number))
+        return y, steps.join(states), steps.as_chunks(kept) if keep else None
 
     return run(weights, keys, values, segment_ids, state)
 
@@ -78,29 +83,34 @@ def backward(
     Float[Array, "*batch seq latents"], Float[Array, "*batch seq latents"], Float[Array, "*batch seq dim"], LatteState
 ]:
     """Go from the last chunk to the first."""
-    shape = _shape(chunk)
 
-    @_in_cache
+    @partial(_suit, chunk)
     @_as_steep_as(lambda weights, keys, values, segment_ids, state, *_: (keys, segment_ids, state))
-    def run(may_be_steep, weights, keys, values, segment_ids, state, last_state, states, dy, dstate):
+    def run(may_be_steep, steps, weights, keys, values, segment_ids, state, last_state, states, dy, dstate):
         def unread(carry, step):
             dafter, after, gradients = carry
             index, before = step
-            chunk = _chunk(weights, keys, values, segment_ids, before, index, shape)
-            cotangents = _slice(dy, index, shape).astype(jnp.float32), dafter
-            new, dbefore = chunk.choose(
-                may_be_steep,
-                lambda: _unread_chunk(chunk, after, *cotangents),
-                lambda: _unread_tokens(chunk, *cotangents),
-            )
-            return (dbefore, before, tuple(map(_put, gradients, new, (index,) * 3))), None
+            dbefore = []
+            for group, (dgroup, end, start) in enumerate(zip(dafter, steps.split(after), steps.split(before))):
+                place = _Place(steps, index, group)
+                chunk = _chunk(weights, keys, values, segment_ids, start, place)
+                cotangents = place.slice(dy).astype(jnp.float32), dgroup
+                new, dstart = chunk.choose(
+                    may_be_steep,
+                    partial(_unread_chunk, chunk, end, *cotangents),
+                    partial(_unread_tokens, chunk, *cotangents),
+                )
+                gradients = tuple(map(place.put, gradients, new))
+                dbefore.append(dstart)
+            return (dbefore, before, gradients), None
 
         gradients = tuple(jnp.zeros_like(x) for x in (weights, keys, values))
-        states = jax.tree.map(lambda x: jnp.moveaxis(x, keys.ndim - 2, 0), states)
-        steps = jnp.arange(keys.shape[-2] // (shape[0] * shape[1])), states
-        (dstate, _, gradients), _ = lax.scan(unread, (dstate, last_state, gradients), steps, reverse=True)
+        inputs = jnp.arange(steps.number), steps.of_chunks(states)
+        (dstates, _, gradients), _ = lax.scan(
+            unread, (steps.split(dstate), last_state, gradients), inputs, reverse=True
+        )
         dweights, dkeys, dvalues = gradients
-        return dweights, dkeys, dvalues, dstate
+        return dweights, dkeys, dvalues, steps.join(dstates)
 
     return run(weights, keys, values, segment_ids, state, last_state, states, dy, dstate)
 
@@ -108,28 +118,106 @@ def backward(
 PASSES = Passes(forward, backward)
 
 
-def _shape(chunk: int) -> tuple[int, int]:
-    """Return the tokens in a block, and the blocks.
+class _Steps(NamedTuple):
+    """How a pass goes along a sequence: in `number` steps of `chunks` chunks, each for one group of heads at a time.
 
-    Blocks trade square products against sums per block; more blocks in a chunk make for fewer and larger operations.
+    The heads are the last axis of the batch, `axis`. Blocks trade square products against sums per block; more blocks
+    in a step make for fewer and larger operations, and more groups for more operations that do not wait for each other.
     """
-    block = min(BLOCK, chunk)
-    return block, chunk // block
+
+    number: int
+    chunks: int
+    chunk: int
+    groups: int
+    axis: int
+
+    @property
+    def tokens(self):
+        return self.chunks * self.chunk
+
+    @property
+    def blocks(self):
+        return self.tokens // min(BLOCK, self.chunk)
+
+    def split(self, tree):
+        """Return a tree for each group."""
+        return [self.part(tree, group) for group in range(self.groups)]
+
+    def part(self, tree, group):
+        """Return what belongs to a group; what all heads share belongs to each."""
+
+        def cut(x):
+            heads = x.shape[self.axis] // self.groups
+            return lax.slice_in_dim(x, group * heads, (group + 1) * heads, axis=self.axis) if heads else x
+
+        return tree if self.groups == 1 else jax.tree.map(cut, tree)
+
+    def join(self, trees):
+        """Undo `split`."""
+        return self._join(trees, self.axis)
+
+    def _join(self, trees, axis):
+        return trees[0] if self.groups == 1 else jax.tree.map(lambda *x: jnp.concatenate(x, axis), *trees)
+
+    def as_chunks(self, states):
+        """Turn the states before each step into one for each chunk, with the chunks as the last axis of the batch.
+
+        Only the first chunk of a step has its own: the backward pass takes the same steps.
+        """
+        spread = lambda x: jnp.repeat(jnp.moveaxis(x, 0, self.axis + 1), self.chunks, axis=self.axis + 1)
+        return jax.tree.map(spread, self._join(states, self.axis + 1))
+
+    def of_chunks(self, states):
+        """Undo `as_chunks`, but for the groups."""
+        own = lambda x: lax.slice_in_dim(x, 0, None, self.chunks, axis=self.axis + 1)
+        return jax.tree.map(lambda x: jnp.moveaxis(own(x), self.axis + 1, 0), states)
 
 
-def _in_cache(run):
-    """On a CPU, take the rows of the leading axis one after another while all together would not stay in cache."""
+class _Place(NamedTuple):
+    """The tokens of one step, for one group of heads."""
 
-    def fitting(*arrays):
-        batch = arrays[1].shape[:-2]
-        if len(batch) < 2 or prod(batch) <= CACHED_ROWS:
-            return run(*arrays)
-        # Segment ids may be shared by all rows.
-        arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch[0], *x.shape[1:])), arrays)
-        row_by_row = lambda *arrays: lax.map(lambda row: fitting(*row), arrays)
-        return lax.platform_dependent(*arrays, cpu=row_by_row, default=run)
+    steps: _Steps
+    index: Array
+    group: int
 
-    return fitting
+    @property
+    def start(self):
+        return self.index * self.steps.tokens
+
+    def slice(self, x):
+        """Cut them out, with their blocks as the first axis."""
+        x = lax.dynamic_slice_in_dim(self.steps.part(x, self.group), self.start, self.steps.tokens, axis=-2)
+        return _cut(x, self.steps.blocks)
+
+    def put(self, x, new):
+        """Put what was computed for them into `x`."""
+        starts = [0] * x.ndim
+        starts[-2] = self.start
+        if self.steps.groups > 1:
+            starts[self.steps.axis] = self.group * new.shape[self.steps.axis]
+        return lax.dynamic_update_slice(x, new.astype(x.dtype), starts)
+
+
+def _suit(chunk, run):
+    """Choose the steps: a chunk of all rows, or on a CPU what its cache holds and its cores can share."""
+
+    def suited(*arrays):
+        *batch, seq, _ = arrays[1].shape
+        chunks, rows, axis = seq // chunk, prod(batch), len(batch) - 1
+        at_once = on_cpu = partial(run, _Steps(chunks, 1, chunk, 1, axis))
+        if len(batch) > 1 and rows * chunk > CACHED_TOKENS:
+            # Segment ids may be shared by all rows.
+            arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch[0], *x.shape[1:])), arrays)
+            on_cpu = lambda *arrays: lax.map(lambda row: suited(*row), arrays)
+        elif batch and batch[-1] % GROUPS == 0:
+            longest = min(CACHED_TOKENS // rows, LONGEST_STEP) // chunk
+            together = max((n for n in range(1, longest + 1) if chunks % n == 0), default=1)
+            # Groups of few tokens would have operations too small to be worth sharing.
+            if 2 * rows * chunk * together > CACHED_TOKENS:
+                on_cpu = partial(run, _Steps(chunks // together, together, chunk, GROUPS, axis))
+        return at_once(*arrays) if on_cpu is at_once else lax.platform_dependent(*arrays, cpu=on_cpu, default=at_once)
+
+    return suited
 
 
 def _as_steep_as(what_matters: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -139,7 +227,7 @@ def _as_steep_as(what_matters: Callable[..., Any]) -> Callable[[Callable[..., An
     """
 
     def twice(run):
-        def ask(*arrays):
+        def ask(steps, *arrays):
             keys, segment_ids, state = what_matters(*arrays)
             exists = keys > -jnp.inf
             # After a padded position, a key counts as a first one: there may have been none before.
@@ -150,7 +238,8 @@ def _as_steep_as(what_matters: Callable[..., Any]) -> Callable[[Callable[..., An
             lowest_first = jnp.minimum(lowest_first, jnp.where(state.mass > 0, state.peak, jnp.inf))
             largest = jnp.maximum(keys.max(axis=-2).astype(jnp.float32), state.peak)
             may_be_steep = jnp.any(largest + log(SMALLEST_MASS) > lowest_first)
-            return lax.cond(may_be_steep, partial(run, True), partial(run, False), *arrays)
+            in_chunks = steps._replace(number=steps.number * steps.chunks, chunks=1, groups=1)
+            return lax.cond(may_be_steep, partial(run, True, in_chunks), partial(run, False, steps), *arrays)
 
         return ask
 
@@ -203,16 +292,16 @@ class _Chunk(NamedTuple):
         return jnp.exp(jnp.where(self.last_mass > 0, self.reference - peak, 0))
 
 
-def _chunk(weights, keys, values, segment_ids, state, index, shape):
-    block, blocks = shape
-    weights, keys, values = (_slice(x, index, shape).astype(jnp.float32) for x in (weights, keys, values))
+def _chunk(weights, keys, values, segment_ids, state, place):
+    weights, keys, values = (place.slice(x).astype(jnp.float32) for x in (weights, keys, values))
+    blocks, block = keys.shape[0], keys.shape[-2]
     sees = jnp.tril(jnp.ones((block, block), jnp.float32)).reshape((1,) * (keys.ndim - 2) + (block, block))
     joins = jnp.tril(jnp.ones((blocks + 1, blocks + 1), jnp.float32))
     continues = lasts = 1.0
     if segment_ids is not None:
-        start = index * block * blocks
-        before = lax.dynamic_slice_in_dim(segment_ids, jnp.maximum(start - 1, 0), 1, axis=-1)
-        segment_ids = _slice(segment_ids[..., None], index, shape)[..., 0]
+        group_ids = place.steps.part(segment_ids, place.group)
+        before = lax.dynamic_slice_in_dim(group_ids, jnp.maximum(place.start - 1, 0), 1, axis=-1)
+        segment_ids = place.slice(segment_ids[..., None])[..., 0]
         ends = jnp.concatenate([before, jnp.moveaxis(segment_ids[..., -1], 0, -1)], axis=-1)
         sees *= (segment_ids[..., :, None] == segment_ids[..., None, :]).astype(jnp.float32)
         joins = joins.reshape((1,) * (ends.ndim - 1) + joins.shape)
@@ -328,17 +417,6 @@ def _unread_tokens(chunk: _Chunk, dy, dafter: LatteState):
     return tuple(map(_flatten, dtokens)), dstate
 
 
-def _slice(x, index, shape):
-    """Cut a chunk, with its blocks as the first axis."""
-    block, blocks = shape
-    x = lax.dynamic_slice_in_dim(x, index * block * blocks, block * blocks, axis=-2)
-    return _cut(x, blocks)
-
-
-def _put(x, new, index):
-    return lax.dynamic_update_slice_in_dim(x, new.astype(x.dtype), index * new.shape[-2], axis=-2)
-
-
 def _cut(x, blocks):
     return jnp.moveaxis(x.reshape(*x.shape[:-2], blocks, x.shape[-2] // blocks, x.shape[-1]), -3, 0)
 
@@ -358,10 +436,7 @@ def _join(joins, sums):
 
 
 def _sum_block(sees, x):
-    """`sees @ x`; as one large product where all blocks share one `sees`. A sum of masses must be a float32 sum."""
-    if sees.size == sees.shape[-1] ** 2:
-        sees = sees.reshape(sees.shape[-2:])
-        return jnp.einsum("ts,...sl->...tl", sees, x, precision=lax.Precision.HIGHEST)
+    """`sees @ x`; a sum of masses must be a float32 sum."""
     return jnp.matmul(sees, x, precision=lax.Precision.HIGHEST)
 
 

@@ -91,10 +91,11 @@ def backward(
             dafter, after, gradients = carry
             index, before = step
             dbefore = []
-            for group, (dgroup, end, start) in enumerate(zip(dafter, steps.split(after), steps.split(before))):
+            for group, dend in enumerate(dafter):
                 place = _Place(steps, index, group)
+                start, end = steps.part(before, group), steps.part(after, group)
                 chunk = _chunk(weights, keys, values, segment_ids, start, place)
-                cotangents = place.slice(dy).astype(jnp.float32), dgroup
+                cotangents = place.slice(dy).astype(jnp.float32), dend
                 new, dstart = chunk.choose(
                     may_be_steep,
                     partial(_unread_chunk, chunk, end, *cotangents),

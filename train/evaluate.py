@@ -38,6 +38,8 @@ class Arguments:
     """Prepared data to measure on; by default the run's."""
     split: str = "valid"
     """Which part of the data."""
+    seq: int | None = None
+    """Tokens in a row; by default as many as the run was trained on."""
     batch: Path | None = None
     """Show instead the loss of each row of this batch, which a run that failed has left."""
     harness: str | None = None
@@ -56,7 +58,7 @@ class Arguments:
     def __post_init__(self):
         needed, refused = "workdir", ("tasks_dir", "model", "limit", "num_fewshot", "out")
         if self.harness is not None:
-            needed, refused = "tasks_dir", ("data", "split", "batch", "every_checkpoint")
+            needed, refused = "tasks_dir", ("data", "split", "seq", "batch", "every_checkpoint")
         given = [name for name in refused if getattr(self, name) != getattr(Arguments, name)]
         if getattr(self, needed) is None or given:
             flag = lambda name: f"`--{name.replace('_', '-')}`"
@@ -65,14 +67,18 @@ class Arguments:
                 f"{word} `--harness` there must be {flag(needed)}, and none of {', '.join(map(flag, refused))}, "
                 f"got {', '.join(map(flag, given)) or f'no {flag(needed)}'}."
             )
+        if self.every_checkpoint and (self.step is not None or self.batch is not None):
+            raise ValueError("`--every-checkpoint` must come without `--step` and `--batch`, got one of them.")
+        if self.seq is not None and (self.seq < 1 or self.batch is not None):
+            raise ValueError(f"`--seq` must be positive and come without `--batch`, got seq={self.seq}.")
 
 
-def evaluate_stream(run: Run, directory: Path, split: str) -> dict[str, Any]:
-    """Return mean loss and accuracy over all rows of a split; of text also perplexity and bits per token, of classes
-    also the accuracy of always naming the most common one.
+def evaluate_stream(run: Run, directory: Path, split: str, seq: int | None = None) -> dict[str, Any]:
+    """Return mean loss and accuracy over all rows of a split, of `seq` tokens each if they are not to be the run's; of
+    text also perplexity and bits per token, of classes also the accuracy of always naming the most common one.
     """
     kind = run.config.data
-    rows = open_rows(directory, split, seq=kind.seq, pack=kind.pack)
+    rows = open_rows(directory, split, seq=seq or kind.seq, pack=kind.pack)
     num_batches = math.ceil(len(rows) / kind.batch_size)
     batches = track(sequential_batches(rows, batch_size=kind.batch_size), "evaluating", total=num_batches)
     scores = run.trainer.measure(run.state, batches)
@@ -133,8 +139,6 @@ def main(arguments: Arguments) -> None:
         _measure_on_tasks(arguments)
         return
     assert arguments.workdir is not None
-    if arguments.every_checkpoint and (arguments.step is not None or arguments.batch is not None):
-        raise ValueError("`--every-checkpoint` must come without `--step` and `--batch`, got one of them.")
     if arguments.batch is not None:
         run = restore_run(arguments.workdir, step=arguments.step)
         with np.load(arguments.batch) as batch:
@@ -145,7 +149,7 @@ def main(arguments: Arguments) -> None:
     for run in restore_every(arguments.workdir) if arguments.every_checkpoint else one():
         directory = arguments.data or run.config.data.directory
         assert directory is not None
-        print(json.dumps({"step": run.step, **evaluate_stream(run, directory, arguments.split)}))
+        print(json.dumps({"step": run.step, **evaluate_stream(run, directory, arguments.split, arguments.seq)}))
 
 
 if __name__ == "__main__":

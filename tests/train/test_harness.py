@@ -448,6 +448,10 @@ def test_unknown_tasks_are_refused(tasks, models, tokenizer, tmp_path):
         ),
         ({"harness": "a", "tasks_dir": Path("x"), "every_checkpoint": True}, "With .*, got `--every-checkpoint`"),
         ({"harness": "a", "tasks_dir": Path("x"), "split": "test"}, "With .*, got `--split`"),
+        ({"harness": "a", "tasks_dir": Path("x"), "seq": 64}, "With .*, got `--seq`"),
+        ({"workdir": Path("x"), "step": 40, "every_checkpoint": True}, "must come without `--step`"),
+        ({"workdir": Path("x"), "seq": 0}, "`--seq` must be positive"),
+        ({"workdir": Path("x"), "seq": 9, "batch": Path("y")}, "`--seq` must .* come without `--batch`"),
     ],
 )
 def test_arguments_must_belong_together(arguments, message):

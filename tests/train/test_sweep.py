@@ -113,5 +113,8 @@ def test_classes_are_learned_from_files(tmp_path, capsys):
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
     assert [line["step"] for line in lines] == [40, 80]
     assert lines[-1] == measured
-    with pytest.raises(ValueError, match="must come without `--step`"):
-        evaluate.main(evaluate.Arguments(workdir=tmp_path / "run", step=40, every_checkpoint=True))
+    # Rows of fewer tokens say less, and rows of more are the same again: all of an example is in 16.
+    evaluate.main(evaluate.Arguments(workdir=tmp_path / "run", split="test", seq=3))
+    evaluate.main(evaluate.Arguments(workdir=tmp_path / "run", split="test", seq=40))
+    short, long = (json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{"))
+    assert short["accuracy"] < measured["accuracy"] == long["accuracy"]

@@ -47,14 +47,16 @@ class _Plan(NamedTuple):
     latents: int = 16
 
 
-# What compiles without spilling registers, in bfloat16 and with up to 128 dims. A block of 32 tokens takes up to 202 of
-# the 255 registers that each of 128 threads has; most are addresses in shared memory. Wider values need twice the
-# threads. Products of float32 factors are not for matrix units, and hold whole rows of both factors in registers. So
-# many threads share fewer than 32 latents badly. Heads of 256 dims, and float32, spill up to 116 bytes in some kernels;
-# with twice the threads they would spill more.
-NARROW, WIDE, FLOAT32 = _Plan(32, 64, 4), _Plan(16, 64, 8, latents=32), _Plan(16, 32, 8, latents=32)
-# In the backward pass a block of 32 tokens would spill, and so would its first kernel with more columns of float32.
-BACKWARD_BLOCK, FLOAT32_ASKED = 16, 16
+# What compiles without spilling registers, on an A100 and an H100, with 64, 96, 128 and 256 dims. A block of 32 tokens
+# takes up to 243 of the 255 registers that each of 128 threads has; most are addresses in shared memory. Wider values
+# need twice the threads. Products of float32 factors are not for matrix units, and hold whole rows of both factors in
+# registers. So many threads share fewer than 32 latents badly.
+NARROW, WIDE, FLOAT32 = _Plan(32, 64, 4), _Plan(16, 128, 8, latents=32), _Plan(16, 32, 8, latents=32)
+# In the backward pass a block of 32 tokens would spill, and so would more columns of float32.
+BACKWARD_BLOCK, BACKWARD_FLOAT32_COLUMNS = 16, 16
+# Heads with more columns of float32 would spill whatever the plan: programs share them, and each has so many at most.
+# What all columns say of weights and keys is then added up: in bfloat16 that would be most of what is moved.
+MOST_FLOAT32_COLUMNS = 128
 # Exact kernels are rarely run.
 EXACT_WARPS = 8
 # The kernels that go along the pieces take so many columns of the state each, and load so many pieces ahead.
@@ -76,8 +78,8 @@ def forward(
 ) -> tuple[Float[Array, "*batch seq dim"], LatteState, LatteState | None]:
     """Return the outputs, the last state, and the states before each chunk."""
     call = _Caller(keys, values, segment_ids, chunk, interpret)
-    w, k, v = [call.cut(x) for x in (weights, keys, values)]
-    average, peak, mass = call.rows(state.average, state.peak, state.mass)
+    w, k, v = call.cut(weights), call.cut(keys), call.cut(values, call.splits)
+    average, peak, mass = call.of_programs(state.average, state.peak, state.mass)
     # An empty state has no average, whatever stands in its place.
     states = [jnp.where(mass[..., None] > 0, average, 0.0), peak, mass]
     if call.pieces > 1:
@@ -87,7 +89,7 @@ def forward(
     outputs = [call.like(v), *call.states(1), *(call.states(call.chunks) if keep else [])]
     y, *states = call.each_piece_exactly(_read, [w, k, v, *states], outputs)
     last, kept = [x[:, 0] for x in states[:3]], states[3:]
-    return call.uncut(y), LatteState(*call.batched(last)), LatteState(*call.batched(kept)) if keep else None
+    return call.uncut(y), LatteState(*call.batched(*last)), LatteState(*call.batched(*kept)) if keep else None
 
 
 def backward(
@@ -108,81 +110,109 @@ def backward(
 ]:
     """Return the cotangents of weights, keys, values and the first state."""
     call = _Caller(keys, values, segment_ids, chunk, interpret)
-    tokens = w, k, v, _ = [call.cut(x) for x in (weights, keys, values, dy)]
-    boundaries = call.rows(states.average, states.peak, states.mass)
-    *later, last_peak = call.rows(*asked_of_sums(last_state, dstate), last_state.peak)
+    tokens = w, k, v, _ = call.cut(weights), call.cut(keys), call.cut(values, call.splits), call.cut(dy, call.splits)
+    boundaries = call.of_programs(states.average, states.peak, states.mass)
+    of_sum, of_mass = asked_of_sums(last_state, dstate)
+    # What is asked of masses is the sum over programs.
+    *later, last_peak = call.of_programs(of_sum, of_mass / call.splits, last_state.peak)
     if call.pieces > 1:
         # Nobody comes before the first piece.
         outputs = call.states(call.pieces - 1)[:2]
         asked = call.each_piece_exactly(_ask, [*tokens, *boundaries], outputs, skip=1)
         peaks = jnp.concatenate([boundaries[1][:, :: call.chunks // call.pieces], last_peak], axis=1)
         later = call.along(_carry_back, [*asked, peaks, *later], call.states(call.pieces)[:2])
-    # These are read again: beside float32 values they must be float32, even if the weights are not.
-    dweights = call.like(w, v.dtype if v.dtype == jnp.float32 else w.dtype)
-    outputs = [dweights, call.like(k), call.like(v), *call.states(call.pieces)[:2], *call.blocks]
+    outputs = [call.summands(w), call.summands(k), call.like(v), *call.states(call.pieces)[:2], *call.blocks]
     dweights, dkeys, dvalues, pull, push, *_ = call.each_piece_exactly(_unread, [*tokens, *boundaries, *later], outputs)
-    dfirst = asked_of_state(state, *call.batched([pull[:, 0], push[:, 0]]))
-    return call.uncut(dweights).astype(weights.dtype), call.uncut(dkeys), call.uncut(dvalues), dfirst
+    of_sum, of_mass = call.batched(pull[:, 0], push[:, 0], add=True)
+    dfirst = asked_of_state(state, of_sum, of_mass)
+    return call.added(dweights, weights.dtype), call.added(dkeys, keys.dtype), call.uncut(dvalues), dfirst
 
 
 PASSES = Passes(forward, backward)
 
 
 class _Caller:
-    """Calls kernels: for each piece of each row by itself, or along the pieces of each row."""
+    """Calls kernels: for each piece of each row by itself, or along the pieces of each row.
+
+    A row is of one head. Where heads are too wide for a program, `splits` of them share it, and each takes its columns
+    as a narrower head with the same weights and keys.
+    """
 
     def __init__(self, keys, values, segment_ids, chunk, interpret):
         self.batch, seq, latents, dim = keys.shape[:-2], *keys.shape[-2:], values.shape[-1]
         self.heads = self.batch[-1] if len(self.batch) > 1 else 1
-        self.rows_and_heads, self.chunks = prod(self.batch), seq // chunk
-        self.pieces = _pieces(self.rows_and_heads, self.chunks)
-        self.plan = FLOAT32 if values.dtype == jnp.float32 else NARROW if dim <= 128 else WIDE
+        self.chunks, is_float32 = seq // chunk, values.dtype == jnp.float32
+        splits = pl.cdiv(dim, MOST_FLOAT32_COLUMNS) if is_float32 else 1
+        self.splits = splits if dim % splits == 0 else 1
+        self.programs = prod(self.batch) * self.splits
+        self.pieces = _pieces(self.programs, self.chunks)
+        self.plan = FLOAT32 if is_float32 else NARROW if dim <= 128 else WIDE
         self.program = _Program(
-            latents, dim, seq // self.pieces, chunk, self.plan.block, self.plan.columns, values.dtype, interpret
-        )
+            latents, dim // self.splits, seq // self.pieces, chunk, self.plan.block, self.plan.columns,
+            values.dtype, interpret,
+        )  # fmt: skip
         self.output = partial(output_like, keys)
         self.ids = [] if segment_ids is None else [self._id_rows(segment_ids)]
         # The peaks and masses before the blocks of a chunk.
-        blocks = self.output((self.rows_and_heads, self.pieces * (chunk // BACKWARD_BLOCK), latents))
+        blocks = self.output((self.programs, self.pieces * (chunk // BACKWARD_BLOCK), latents))
         self.blocks = [blocks, blocks]
 
     def states(self, count):
-        """So many states for each row."""
-        shape = self.rows_and_heads, count, self.program.latents
+        """So many states for each program of a row."""
+        shape = self.programs, count, self.program.latents
         return [self.output((*shape, self.program.dim)), self.output(shape), self.output(shape)]
 
-    def like(self, x, dtype=None):
-        return self.output(x.shape, dtype or x.dtype)
+    def like(self, x):
+        return self.output(x.shape, x.dtype)
 
-    def cut(self, x):
+    def summands(self, x):
+        """What each program of a row says of weights or keys. Beside float32 values it is float32, even if `x` is not."""
+        *shape, heads, width = x.shape
+        dtype = jnp.float32 if self.program.dtype == jnp.float32 else x.dtype
+        return self.output((*shape, heads * self.splits, width), dtype)
+
+    def cut(self, x, splits=1):
         """Cut tokens into pieces, with the heads of a token side by side: so it was before heads were set apart."""
         x = x if self.heads == 1 else x.swapaxes(-3, -2)
-        return x.reshape(-1, self.pieces, self.program.piece, self.heads, x.shape[-1])
+        return x.reshape(-1, self.pieces, self.program.piece, self.heads * splits, x.shape[-1] // splits)
 
     def uncut(self, x):
         """Undo `cut`."""
-        seq, width = self.pieces * self.program.piece, x.shape[-1]
+        seq = self.pieces * self.program.piece
         if self.heads == 1:
-            return x.reshape(*self.batch, seq, width)
-        return x.reshape(*self.batch[:-1], seq, self.heads, width).swapaxes(-3, -2)
+            return x.reshape(*self.batch, seq, -1)
+        return x.reshape(*self.batch[:-1], seq, self.heads, -1).swapaxes(-3, -2)
 
-    def rows(self, wide, *narrow):
-        """States of rows, with an axis of chunks: one for each, or a single one."""
-        shape = self.rows_and_heads, -1, self.program.latents
-        return [wide.reshape(*shape, self.program.dim), *(x.reshape(shape) for x in narrow)]
+    def added(self, x, dtype):
+        """Add up what the programs of a row say."""
+        if self.splits > 1:
+            x = x.reshape(*x.shape[:3], self.heads, self.splits, x.shape[-1]).sum(axis=-2)
+        return self.uncut(x).astype(dtype)
 
-    def batched(self, arrays):
-        return [x.reshape(*self.batch, *x.shape[1:]) for x in arrays]
+    def of_programs(self, wide, *narrow):
+        """States of rows, with an axis of chunks: one for each, or a single one. A program has its columns of them."""
+        rows, latents, dim = prod(self.batch), self.program.latents, self.program.dim
+        wide = jnp.moveaxis(wide.reshape(rows, -1, latents, self.splits, dim), -2, 1)
+        narrow = [jnp.broadcast_to(x.reshape(rows, 1, -1, latents), (*wide.shape[:3], latents)) for x in narrow]
+        return [x.reshape(self.programs, *x.shape[2:]) for x in (wide, *narrow)]
+
+    def batched(self, wide, *narrow, add=False):
+        """Undo `of_programs`: what is not of columns is the same for all programs of a row, or to be added up."""
+        wide, *narrow = (x.reshape(-1, self.splits, *x.shape[1:]) for x in (wide, *narrow))
+        wide = jnp.moveaxis(wide, 1, -2)
+        wide = wide.reshape(*wide.shape[:-2], -1)
+        narrow = [x.sum(axis=1) if add and self.splits > 1 else x[:, 0] for x in narrow]
+        return [x.reshape(*self.batch, *x.shape[1:]) for x in (wide, *narrow)]
 
     def each_piece(self, kernel, inputs, outputs, skip=0):
         """Call a kernel for each piece of the first output; of the inputs, the first pieces can be skipped."""
-        grid = self.rows_and_heads, outputs[0].shape[1]
+        grid = self.programs, outputs[0].shape[1]
         specs = [self._by_piece(x, skip) for x in inputs], [self._by_piece(x) for x in outputs]
         return self._call(kernel, kernel.__name__, grid, inputs, outputs, *specs, self.plan.warps, skip)
 
     def each_piece_exactly(self, kernel, inputs, outputs, skip=0):
         """Call a kernel for each piece, and then its exact form for the pieces that it says are unsafe."""
-        grid = self.rows_and_heads, outputs[0].shape[1]
+        grid = self.programs, outputs[0].shape[1]
 
         def fast(program, *refs):
             refs[-1][0] = kernel(program, *refs[:-1])
@@ -210,7 +240,7 @@ class _Caller:
             block = None, count, _padded(latents), *(CARRIED_COLUMNS for _ in dim)
             return pl.BlockSpec(block, lambda row, part: (row, 0, 0, part)[: x.ndim])
 
-        grid = self.rows_and_heads, pl.cdiv(self.program.dim, CARRIED_COLUMNS)
+        grid = self.programs, pl.cdiv(self.program.dim, CARRIED_COLUMNS)
         in_specs, out_specs = map(spec, inputs), map(spec, outputs)
         return self._call(kernel, kernel.__name__, grid, inputs, outputs, in_specs, out_specs, CARRYING_WARPS)
 
@@ -238,14 +268,15 @@ class _Caller:
         return jnp.broadcast_to(ids.reshape(*batch, seq), (*rows, seq)).reshape(-1, seq)
 
     def _by_row(self, ids):
-        heads = self.rows_and_heads // ids.shape[0]
+        heads = self.programs // ids.shape[0]
         return pl.BlockSpec((None, ids.shape[1]), lambda row, _: (row // heads, 0))
 
     def _by_piece(self, x, skip=0):
         if x.ndim == 5:
-            # Tokens, of which a program sees one head.
-            *_, tokens, _, width = x.shape
-            place = lambda row, piece: (row // self.heads, piece + skip, 0, row % self.heads, 0)
+            # Tokens, of which a program sees one head, or its part of one.
+            *_, tokens, heads, width = x.shape
+            each, sharing = self.heads * self.splits, self.heads * self.splits // heads
+            place = lambda row, piece: (row // each, piece + skip, 0, row % each // sharing, 0)
             return pl.BlockSpec((None, None, tokens, None, _padded(width, self.plan.latents)), place)
         # So many for each piece, or one for the row.
         _, total, *sizes = x.shape
@@ -274,6 +305,11 @@ class _Program(NamedTuple):
     ids: Any = None
     index: Any = None  # the piece, or the columns that are carried
     exact: bool = False  # or to leave out, and report, what a common reference is too large for
+
+    def backward(self):
+        """The same for a kernel of the backward pass."""
+        columns = BACKWARD_FLOAT32_COLUMNS if self.dtype == jnp.float32 else self.columns
+        return self._replace(block=BACKWARD_BLOCK, columns=columns)
 
     def parts(self):
         columns = min(self.columns, _padded(self.dim))
@@ -410,8 +446,11 @@ class _Targets(NamedTuple):
 
 def _targets(program, index, token):
     count, first = (program.block, 0) if token is None else (1, token)
-    target = lax.broadcasted_iota(jnp.int32, (count, program.block), 0) + first
-    sees = lax.broadcasted_iota(jnp.int32, (count, program.block), 1) <= target
+    # What is the same for all blocks is kept from one to the next, in many registers if it is a factor of float32
+    # products. So for them these are places in the piece.
+    origin = index * program.block if program.dtype == jnp.float32 else 0
+    target = lax.broadcasted_iota(jnp.int32, (count, program.block), 0) + (origin + first)
+    sees = lax.broadcasted_iota(jnp.int32, (count, program.block), 1) + origin <= target
     ids = program.ids
     if ids is None:
         return _Targets(token, sees.astype(jnp.float32), 1.0, 1.0)
@@ -553,8 +592,7 @@ def _unread_weights(program, weights, keys, values, dy, index, state, add, sums)
 
 def _ask(program, weights, keys, values, dy, average, peak, mass, pull, push):
     """What a piece asks of the state before it: its own part of H and c there."""
-    columns = FLOAT32_ASKED if program.dtype == jnp.float32 else program.columns
-    program = program._replace(block=BACKWARD_BLOCK, columns=columns)
+    program = program.backward()
     state = first_average, first_peak, _ = program.load_state(average, peak, mass)
 
     def add(sums, targets, share, g, dw, reference):
@@ -579,7 +617,7 @@ def _unread(
     dweights, dkeys, dvalues, pull, push, peaks, masses,
 ):  # fmt: skip
     """The cotangents of a piece, from H and c after it; H and c before it."""
-    program = program._replace(block=BACKWARD_BLOCK)
+    program = program.backward()
     chunks, blocks = program.piece // program.chunk, program.chunk // program.block
 
     def add(dw, targets, share, g, new_dw, reference):
@@ -641,20 +679,22 @@ def _unread_block(program, weights, keys, values, dy, dweights, index, before, l
         mixing = program.dot(share, token_mass, 1, 1) * targets.sees
         dmass = program.dot(agreement, share, 0, 0) - program.dot(targets.sees, share * dw, 0, 0)
         start_share = targets.continues * share * _mass(block.peak, reference)[None]
-        return (
-            dk + dmass * token_mass,
-            [x + program.dot(mixing, g_part, 0, 0) for x, g_part in zip(dv, g, strict=True)],
-            [x + program.dot(start_share, g_part, 0, 0) for x, g_part in zip(pull, g, strict=True)],
-            push - (start_share * dw).sum(axis=0),
-        )
+        dk, push = dk + dmass * token_mass, push - (start_share * dw).sum(axis=0)
+        # Part by part, so that one is done with before the next takes registers.
+        parts = [
+            (dv_part + program.dot(mixing, g_part, 0, 0), pull_part + program.dot(start_share, g_part, 0, 0))
+            for dv_part, pull_part, g_part in zip(dv, pull, g, strict=True)
+        ]
+        return dk, [dv_part for dv_part, _ in parts], [pull_part for _, pull_part in parts], push
 
+    everyone = look()
     last_peak = block.last_peak()
     last_mass = block.lasts * block.token_mass(last_peak)
     dk = last_mass * (program.dots(v, pull) + push[None])
     dv = [program.dot(last_mass, x, 1, 0) for x in pull]
     kept = block.joined * _mass(block.peak, last_peak)
     sums = dk, dv, _scale(kept, pull), kept * push
-    (dk, dv, pull, push), unsafe = _for_each_reference(block, look(), look, add, sums)
+    (dk, dv, pull, push), unsafe = _for_each_reference(block, everyone, look, add, sums)
     program.store_latents(dkeys, program.rows(index), dk)
     program.store(dvalues, program.rows(index), dv)
     return (pull, push), unsafe

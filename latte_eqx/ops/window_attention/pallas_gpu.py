@@ -49,13 +49,15 @@ class Plan(NamedTuple):
 # with 64, 96, 128 and 256 dims. Tiles are powers of two wide, so that heads of 96 dims take those of 128: cut into 64
 # and 32, they would save a quarter of the products, but the addresses of twice as many tiles would fill the registers.
 # Backward, blocks of 64 would spill with 64 dims; those of 32 take 168 registers, so that three programs share a
-# multiprocessor. Products of float32 factors are not for matrix units. Backward, the assembler sometimes wants fewer
-# registers than there are, and spills a little: up to 96 bytes with 96 and 128 dims of float32, which take 80 of 255
-# registers, and up to 16 for windows to both sides with a soft cap and grouped heads on an H100.
+# multiprocessor. Products of float32 factors are not for matrix units. The assembler sometimes spills a little so that
+# one more program has room: with 96 and 128 dims of float32 it does if a program has more than two warps, backward, and
+# for windows to both sides with a soft cap if it has but four.
+NARROW, TO_BOTH_SIDES_WITH_CAP = Plan(Cut(64, 4), Cut(32, 4)), Plan(Cut(64, 4), Cut(32, 8))
 PLANS = {
-    (128, False): Plan(Cut(64, 4), Cut(32, 4)),
+    (128, False): NARROW,
     (256, False): Plan(Cut(64, 8), Cut(32, 8)),
-    (128, True): Plan(Cut(32, 8), Cut(16, 8)),
+    (64, True): Plan(Cut(32, 8), Cut(16, 8)),
+    (128, True): Plan(Cut(32, 8), Cut(16, 2)),
     (256, True): Plan(Cut(16, 8), Cut(16, 8)),
 }
 # Loads for the next block are under way while a block is worked on, and go to shared memory by themselves: through
@@ -100,6 +102,8 @@ def pallas_gpu(
     plan = plan_or_reason(queries, keys, values)
     if isinstance(plan, str):
         raise ValueError(f"For the GPU kernels of `window_attention` {plan}")
+    if plan is NARROW and soft_cap is not None and not causal:
+        plan = TO_BOTH_SIDES_WITH_CAP
     *batch, kv_heads, group, seq, _ = queries.shape
     rows, before = prod(batch), min(window, keys.shape[-2] - 1)
 

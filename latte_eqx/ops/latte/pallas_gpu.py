@@ -166,7 +166,7 @@ class _Caller:
         return self.output(x.shape, x.dtype)
 
     def summands(self, x):
-        """What each program of a row says of weights or keys. Beside float32 values it is float32, even if `x` is not."""
+        """What each program of a row says of weights or keys: beside float32 values in float32, even if `x` is not."""
         *shape, heads, width = x.shape
         dtype = jnp.float32 if self.program.dtype == jnp.float32 else x.dtype
         return self.output((*shape, heads * self.splits, width), dtype)

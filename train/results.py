@@ -65,12 +65,14 @@ is selected: the last checkpoint counts. Window, initialisation, rotations, opti
 pilots on rows to validate on, most with one seed. Seed 0 had the machine to itself and took 16 minutes; the others ran
 beside other work, which is in the minutes below.
 
-More bytes of a review say more, and a model can be measured on longer rows than its own. On the first 1000 bytes the
-three models reach @@@:
+More bytes of a review say more, and a model can be measured on longer rows than its own. On the first 1000 bytes those
+of seeds 0, 1 and 2 reach 81.4 %, 80.6 % and 75.3 %:
 
-    python -m train.evaluate --workdir runs/imdb_cpu/text_latte_r_swa_cpu_0 --split test --seq 1000
+    for seed in 0 1 2; do
+        python -m train.evaluate --workdir runs/imdb_cpu/text_latte_r_swa_cpu_$seed --split test --seq 1000
+    done
 
-Data, and the runs, with JAX_NUM_CPU_DEVICES=2 in the environment:
+The data, and then the runs, with JAX_NUM_CPU_DEVICES=2 in the environment:
 
     python -m data.prepare lra-text --source DIR --out prepared/imdb""",
     ),

@@ -264,7 +264,7 @@ def test_empty_sequence_keeps_the_state():
 def test_vmap_does_not_run_both_branches(monkeypatch, cached_rows):
     """A batch by `vmap` is the batch as a leading axis: the same values, and a true branch rather than a select."""
     monkeypatch.setattr(chunked, "CACHED_TOKENS", cached_rows * CHUNK)
-    arrays = _inputs("jumps", 2 * CHUNK, batch=(3, 2))
+    arrays = _inputs("jumps", CHUNK, batch=(3, 2))
     loss = lambda *arrays: (latte_causal(*arrays)[0] ** 2).sum()
     batched = lambda *arrays: jax.vmap(jax.grad(loss, (0, 1, 2)))(*arrays)
     got, want = jax.jit(batched)(*arrays), jax.jit(jax.grad(loss, (0, 1, 2)))(*arrays)
@@ -291,6 +291,22 @@ def test_many_rows_are_each_as_alone(monkeypatch):
         alone = jax.jit(run)(tuple(x[row] for x in arrays), dy[row], segment_ids[row[0], 0, 0])
         for got, want in zip(together, alone, strict=True):
             np.testing.assert_allclose(got[row], want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["normal", "jumps"])
+def test_cotangents_may_be_more_than_rows(kind):
+    """The backward pass alone is mapped, as in a Jacobian: it finds the states of the forward pass all the same."""
+    arrays = _inputs(kind, 4 * CHUNK, batch=(8,))
+    cotangents = jnp.stack([_cotangents(4 * CHUNK, batch=(8,), seed=seed)[0] for seed in (2, 3)])
+
+    @jax.jit
+    def run(cotangents, *arrays):
+        _, pull_back = jax.vjp(lambda *arrays: latte_causal(*arrays, implementation="chunked")[0], *arrays)
+        return jax.vmap(pull_back)(cotangents), [pull_back(dy) for dy in cotangents]
+
+    together, one_by_one = run(cotangents, *arrays)
+    for got, *want in zip(together, *one_by_one, strict=True):
+        np.testing.assert_allclose(got, jnp.stack(want), rtol=0, atol=1e-6 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("seq", [CHUNK, 2 * CHUNK, 3 * CHUNK])

@@ -31,7 +31,7 @@ from latte_eqx.ops.segments import segment_starts
 
 # A CPU's cache holds about so many tokens of all rows, and its cores share out what this many groups of heads ask for.
 CACHED_TOKENS, GROUPS = 8192, 4
-# More tokens of one row in a step would have more to add up than to multiply.
+# On a CPU a step has at most so many tokens of a row: more would have more to add up than to multiply.
 LONGEST_STEP = 1024
 
 
@@ -205,17 +205,19 @@ def _suit(chunk, run):
     def suited(*arrays):
         *batch, seq, _ = arrays[1].shape
         chunks, rows, axis = seq // chunk, prod(batch), len(batch) - 1
+        # Not by the rows: there may be more of them in the backward pass, which needs the states before the same steps.
+        together = max((n for n in range(1, LONGEST_STEP // chunk + 1) if chunks % n == 0), default=1)
+        steps = _Steps(chunks // together, together, chunk, 1, axis)
         at_once = on_cpu = partial(run, _Steps(chunks, 1, chunk, 1, axis))
-        if len(batch) > 1 and rows * chunk > CACHED_TOKENS:
+        if len(batch) > 1 and rows * steps.tokens > CACHED_TOKENS:
             # Segment ids may be shared by all rows.
             arrays = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch[0], *x.shape[1:])), arrays)
             on_cpu = lambda *arrays: lax.map(lambda row: suited(*row), arrays)
-        elif batch and batch[-1] % GROUPS == 0:
-            longest = min(CACHED_TOKENS // rows, LONGEST_STEP) // chunk
-            together = max((n for n in range(1, longest + 1) if chunks % n == 0), default=1)
-            # Groups of few tokens would have operations too small to be worth sharing.
-            if 2 * rows * chunk * together > CACHED_TOKENS:
-                on_cpu = partial(run, _Steps(chunks // together, together, chunk, GROUPS, axis))
+        elif batch and batch[-1] % GROUPS == 0 and 2 * rows * steps.tokens > CACHED_TOKENS:
+            # Groups of fewer tokens would have operations too small to be worth sharing.
+            on_cpu = partial(run, steps._replace(groups=GROUPS))
+        elif together > 1:
+            on_cpu = partial(run, steps)
         return at_once(*arrays) if on_cpu is at_once else lax.platform_dependent(*arrays, cpu=on_cpu, default=at_once)
 
     return suited

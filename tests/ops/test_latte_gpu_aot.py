@@ -115,6 +115,8 @@ def test_pieces_are_as_chunks(programs, columns, keys_scale, monkeypatch):
     monkeypatch.setattr(pallas_gpu, "MOST_FLOAT32_COLUMNS", columns)
     # As many pieces whatever a head is cut into.
     monkeypatch.setattr(pallas_gpu, "ENOUGH_PROGRAMS", programs * max(1, dim // columns))
+    # So that it, too, keeps the state before every chunk.
+    monkeypatch.setattr(chunked, "LONGEST_STEP", chunk)
     interpreted = Passes(*(partial(function, interpret=True) for function in pallas_gpu.PASSES))
     *values, cotangents = run(interpreted, *arrays)
     *want_values, want_cotangents = run(chunked.PASSES, *arrays)

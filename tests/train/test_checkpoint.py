@@ -1,4 +1,6 @@
+import gc
 import json
+import logging
 import os
 import re
 import resource
@@ -29,6 +31,16 @@ from train.digest import _digest_all, digest, parameter_hash
 
 # A load that fails leaves reads behind, which find their event loop closed.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collect_abandoned_reads():
+    """Find them here: later, they would be errors of whichever test runs then. Nor may a log keep what they raised."""
+    log = logging.getLogger("asyncio")
+    log.disabled = True
+    yield
+    gc.collect()
+    log.disabled = False
 
 
 class State(eqx.Module):

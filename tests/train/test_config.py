@@ -54,7 +54,7 @@ def test_smoke_copies_keep_the_kind_of_model(path):
 def test_variants_are_named_with_the_file():
     lra = CONFIGS[0].with_name("lra.py")
     text, image = (load_config(Path(f"{lra}:{name}")) for name in ("text_latte_cpu", "image_latte_r_swa"))
-    assert (text.task.kind, text.model.mixer, text.model.causal, text.data.seq) == ("classify", "latte", False, 1000)
+    assert (text.task.kind, text.model.mixer, text.model.causal, text.data.seq) == ("classify", "latte", False, 512)
     assert (image.task.num_classes, image.model.rotary_base, image.optim.weight_decay) == (10, None, 0.05)
     assert parse(["--config", f"{lra}:text_latte_cpu"]).workdir == Path("runs/lra_text_latte_cpu")
     with pytest.raises(ValueError, match=r"variant must be one of listops_latte, .*, got 'poetry_latte'"):

@@ -5,7 +5,7 @@ are a whole number of chunks long, cut alike on every platform:
 
     forward(weights, keys, values, segment_ids, state, *, chunk, keep)
         returns the outputs, the last state, and, to keep, the states before each chunk, with the chunks as the last
-        axis of the batch
+        axis of the batch; of those that its own backward pass does not read, what they are does not matter
     backward(weights, keys, values, segment_ids, state, last_state, states, dy, dstate, *, chunk)
         returns the cotangents of weights, keys, values and the first state
 """

@@ -178,12 +178,12 @@ class _Place(NamedTuple):
     """The tokens of one step, for one group of heads."""
 
     steps: _Steps
-    index: Array
+    step: Array
     group: int
 
     @property
     def start(self):
-        return self.index * self.steps.tokens
+        return self.step * self.steps.tokens
 
     def slice(self, x):
         """Cut them out, with their blocks as the first axis."""

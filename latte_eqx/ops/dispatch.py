@@ -21,7 +21,7 @@ NO_KERNELS = Choice("chunked", "kernels are for accelerators")
 DEFAULTS: dict[str, dict[str, Choice]] = {
     "latte_causal": {
         "cpu": NO_KERNELS,
-        "tpu": Choice("pallas", "moves each array once, 'chunked' 3 to 8 times; fewer than 32 tokens: 'chunked'"),
+        "tpu": Choice("pallas", "moves each array once, 'chunked' 3 to 10 times; fewer than 32 tokens: 'chunked'"),
         "cuda": Choice(
             "pallas", "moves each array 1 to 1.8 times, 'chunked' 10 times; fewer than 32 tokens: 'chunked'"
         ),

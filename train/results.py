@@ -62,7 +62,7 @@ window alone with half of the rows (33.6 % beyond it), and not to the end for fu
         """Reviews of IMDb, as bytes; two layers of 64 dims, trained on the first 512 bytes of each. The paper, with
 4000 bytes and six layers: Latte 64.51 %, Latte-R++ 83.85 %, Latte-R-SWA++ 85.8 %. It selects on the test; here nothing
 is selected: the last checkpoint counts. Window, initialisation, rotations, optimizer and length of rows were chosen in
-pilots on rows to validate on, most with one seed. Seed 0 had the machine to itself and took 16 minutes; the others ran
+pilots, which were not kept. Seed 0 had the machine to itself and took 16 minutes; the others ran
 beside other work, which is in the minutes below.
 
 More bytes of a review say more, and a model can be measured on longer rows than its own. On the first 1000 bytes those
